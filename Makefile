@@ -9,8 +9,7 @@ STAMP := build/setup-$(shell printf '%s' '$(PY)' | cksum | cut -d' ' -f1)
 SOURCES := $(wildcard fastlayers/csrc/*.* fastlayers/csrc/*/*.*)
 CPP := $(shell git ls-files 'fastlayers/csrc/**' 'tests/**' 'benchmarks/**' 'examples/**' 2>/dev/null | grep -E '\.(h|cpp|cu|cuh)$$')
 PYTEST := $(PY) -m pytest -q -n 2
-# The tests run in two processes on the two cores; more threads inside each would only fight.
-export OMP_NUM_THREADS ?=
+# The tests run in two processes on the two cores; more threads inside each would only fight over them.
 test test-all: export OMP_NUM_THREADS := 1
 
 .PHONY: help setup demo test test-all lint bench gpu cuda-check cuda-link sanitize clean
