@@ -47,7 +47,7 @@ def linear_list(
         ValueError: shapes or devices that do not fit together.
         TypeError: dtypes that differ (outside autocast), or arguments that are no tensors.
     """
-    if _transform_active():
+    if transform_active():
         check_linear_list(x, weight, bias)
         y = _reference.linear_list(*_autocast_now((x, weight, bias)))
         return y.mT.contiguous().mT if out_channel_last else y.contiguous()
@@ -84,7 +84,7 @@ def check_linear_list(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise TypeError(f"linear_list: {name} must have x's dtype {x.dtype}, got {other.dtype}")
 
 
-def _transform_active() -> bool:
+def transform_active() -> bool:
     """Tell whether torch.func or forward AD is at work: a registered backward serves neither (0.07 us)."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
