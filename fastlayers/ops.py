@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _reference
+from ._monarch_ops import monarch_linear
+from ._registration import autocast_now, register_autocast, transform_active
+from ._registration import library as _library
 
-_library = torch.library.Library("fastlayers", "FRAGMENT")
+__all__ = ["linear_list", "monarch_linear"]
+
 _library.define(
     "linear_list(Tensor x, Tensor weight, Tensor? bias=None, bool out_channel_last=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -49,7 +52,7 @@ def linear_list(
     """
     if transform_active():
         check_linear_list(x, weight, bias)
-        y = _reference.linear_list(*_autocast_now((x, weight, bias)))
+        y = _reference.linear_list(*autocast_now((x, weight, bias)))
         return y.mT.contiguous().mT if out_channel_last else y.contiguous()
     try:
         return _linear_list(x, weight, bias, out_channel_last)
@@ -82,11 +85,6 @@ def check_linear_list(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"linear_list: {name} must be on x's device {x.device}, got {other.device}")
         if other.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"linear_list: {name} must have x's dtype {x.dtype}, got {other.dtype}")
-
-
-def transform_active() -> bool:
-    """Tell whether torch.func or forward AD is at work: a registered backward serves neither (0.07 us)."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _kernel_linear_list(
@@ -159,27 +157,10 @@ def _grad_linear_list_backward(
     return new_out, new_x if need_x else None, new_weight if need_weight else None, None, None, None
 
 
-def _autocast_now(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """Cast as `F.linear` does under an active autocast; float64 and complex tensors stay as they are."""
-    device_type = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    castable = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(t.to(dtype) if t is not None and t.dtype in castable else t for t in tensors)
-
-
-def _register_autocast(device_type: str, key: str) -> None:
-    exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def kernel(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, out_channel_last: bool = False
-    ) -> Tensor:
-        cast = _autocast_now((x, weight, bias))
-        with torch._C._ExcludeDispatchKeyGuard(exclude):
-            return _linear_list(*cast, out_channel_last)
-
-    _library.impl("linear_list", kernel, key)
+def _autocast_linear_list(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_channel_last: bool = False
+) -> Tensor:
+    return _linear_list(*autocast_now((x, weight, bias)), out_channel_last)
 
 
 _library.impl("linear_list", _kernel_linear_list, "CompositeExplicitAutograd")
@@ -195,5 +176,4 @@ torch.library.register_autograd(
     setup_context=_save_linear_list_backward,
     lib=_library,
 )
-for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    _register_autocast(_device_type, _key)
+register_autocast("linear_list", _autocast_linear_list)
