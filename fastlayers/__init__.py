@@ -2,6 +2,7 @@
 
 from . import ops
 from ._linear_list import LinearList
+from ._monarch_linear import MonarchLinear
 from ._version import __version__
 
-__all__ = ["LinearList", "__version__", "ops"]
+__all__ = ["LinearList", "MonarchLinear", "__version__", "ops"]

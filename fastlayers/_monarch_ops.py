@@ -1,4 +1,4 @@
-"""The op beneath MonarchLinear: schema, fake, autograd and autocast, as in `fastlayers.ops`, which shows it."""
+"""The op beneath MonarchLinear: schema, fake, autograd and autocast. `fastlayers.ops` gives it its name."""
 
 from collections.abc import Sequence
 from math import prod
@@ -265,9 +265,9 @@ def _grad_backward(
     return (new_out, new_x, new_weights, *(None,) * 6)
 
 
-def _autocast_forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *sizes: Any) -> Tensor:
+def _autocast_forward(x: Tensor, weights: list[Tensor], bias: Tensor | None, *sizes: Any) -> tuple[Any, ...]:
     x, bias, *weights = autocast_now((x, bias, *weights))
-    return _forward(x, weights, bias, *sizes)
+    return (x, weights, bias, *sizes)
 
 
 def flops_per_token(weight_shapes: Sequence[Sequence[int]]) -> int:

@@ -1,9 +1,10 @@
 """`monarch_linear` as its formula in plain PyTorch: the definition, the fallback and the oracle.
 
-Between two factors the features of one token form a grid (O_<k, r_k * i_k, I_>k): the output dims that are done,
-the rank and the input dim that factor k contracts, and the input dims still to come. `monarch_linear` and
-`monarch_linear_backward` are the definition, one einsum per factor. The functions ending in ``_strided`` compute
-the same with ``bmm`` on strided views and no copy between the factors; they serve where no kernel is compiled.
+Between two factors the features of one token form a grid (O_<k, r_k * i_k, I_>k): the output dims that are
+done, the rank and the input dim that factor k contracts, and the input dims still to come. `monarch_linear`
+and `monarch_linear_backward` are the definition, one einsum per factor. The functions ending in ``_strided``
+compute the same with ``bmm`` on strided views and no copy between the factors; they serve where no kernel is
+compiled.
 """
 
 from collections.abc import Sequence
@@ -140,28 +141,28 @@ def monarch_linear_backward_strided(
         return x.new_empty(0), [w.new_empty(0) for w in weights], grad_bias
     if x.numel() == 0 or out_features == 0:
         grads = [torch.zeros_like(w) if need_weights else w.new_empty(0) for w in weights]
-        return torch.zeros_like(x) if need_x else x.new_empty(0), grads, grad_bias
+        return x.new_zeros(x.shape if need_x else 0), grads, grad_bias
     sizes = factors(in_dims, out_dims, weights)
     inputs = _strided_inputs(x, weights, in_dims, out_dims, contiguous) if need_weights else []
     last = sizes[-1]
     grad = F.pad(grad_out, (0, prod(out_dims) - out_features)) if out_features != prod(out_dims) else grad_out
     grad = grad.view(tokens, last.done, 1, last.out_size).permute(1, 2, 0, 3)
     grad_weights = [torch.empty_like(w) if need_weights else w.new_empty(0) for w in weights]
-    grad_x = x.new_empty((tokens, prod(in_dims))) if need_x else x.new_empty(0)
+    grad_x = x.new_empty(0)
     for k in reversed(range(len(weights))):
         if need_weights:
             _batched_mm(inputs[k].mT.conj(), grad, grad_weights[k].view(sizes[k]))
         if k == 0 and not need_x:
             break
-        if k == 0:
-            out = _group(grad_x, in_dims, contiguous)
+        if k == 0 and contiguous:  # the groups of a token side by side, as in x
+            out = x.new_empty((1, tokens, sizes[0].rest, in_dims[0])).transpose(1, 2)
         else:
             out = _middle(x, tokens, sizes[k])
         _batched_mm(grad, weights[k].view(sizes[k]).mT.conj(), out)
         if k > 0:
             grad = _as_output(out, sizes[k - 1])
-    if need_x:
-        grad_x = grad_x[:, : x.shape[-1]].reshape(x.shape)
+        else:
+            grad_x = _ungroup(out, contiguous)[:, : x.shape[-1]].contiguous().view(x.shape)
     return grad_x, grad_weights, grad_bias
 
 
@@ -182,11 +183,20 @@ def _strided_inputs(
 
 
 def _group(x: Tensor, in_dims: Sequence[int], contiguous: bool) -> Tensor:
-    """View (tokens, features) as the input (1, I_>0, tokens, i_0) of the first factor."""
+    """View (tokens, features) as the input (1, I_>0, tokens, i_0) of the first factor.
+
+    No BLAS reads features that are apart both within a block and from token to token, so "strided" costs one
+    copy here; else ``bmm`` would make one for each block.
+    """
     tokens, rest = x.shape[0], prod(in_dims[1:])
     if contiguous:
         return x.unflatten(1, (rest, in_dims[0])).transpose(0, 1).unsqueeze(0)
-    return x.unflatten(1, (in_dims[0], rest)).permute(2, 0, 1).view(1, rest, tokens, in_dims[0])
+    return x.unflatten(1, (in_dims[0], rest)).permute(2, 0, 1).contiguous().view(1, rest, tokens, in_dims[0])
+
+
+def _ungroup(grouped: Tensor, contiguous: bool) -> Tensor:
+    """Turn the input (1, I_>0, tokens, i_0) of the first factor back into (tokens, features)."""
+    return (grouped[0].transpose(0, 1) if contiguous else grouped[0].permute(1, 2, 0)).flatten(1)
 
 
 def _middle(like: Tensor, tokens: int, reader: Factor) -> Tensor:

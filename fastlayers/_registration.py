@@ -25,13 +25,15 @@ def autocast_now(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple(t.to(dtype) if t is not None and t.dtype in castable else t for t in tensors)
 
 
-def register_autocast(name: str, call: Callable[..., Tensor]) -> None:
-    """Register ``call``, which casts and calls the op, for the CPU's and CUDA's autocast."""
+def register_autocast(name: str, cast: Callable[..., tuple[Any, ...]]) -> None:
+    """Register autocast of an op for the CPU and CUDA; ``cast`` gives the op's arguments, cast."""
+    op = getattr(torch.ops.fastlayers, name).default
     for key in ("AutocastCPU", "AutocastCUDA"):
         exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
         def kernel(*args: Any, exclude: Any = exclude, **kwargs: Any) -> Tensor:
+            args = cast(*args, **kwargs)  # before the guard, which turns autocast off
             with torch._C._ExcludeDispatchKeyGuard(exclude):
-                return call(*args, **kwargs)
+                return op(*args)
 
         library.impl(name, kernel, key)
