@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _reference
+from . import _extension, _reference
 from ._monarch_ops import monarch_linear
 from ._registration import autocast_now, register_autocast, transform_active
 from ._registration import library as _library
@@ -24,6 +24,12 @@ _library.define(
     "linear_list_backward(Tensor grad_out, Tensor x, Tensor weight, bool need_x, bool need_weight,"
     " bool need_bias) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
+)
+# What the CPU kernels call for what they do not cover: other dtypes, very many features.
+_library.define("linear_list_strided(Tensor x, Tensor weight, Tensor? bias, bool out_channel_last) -> Tensor")
+_library.define(
+    "linear_list_backward_strided(Tensor grad_out, Tensor x, Tensor weight, bool need_x, bool need_weight,"
+    " bool need_bias) -> (Tensor, Tensor, Tensor)"
 )
 _linear_list = torch.ops.fastlayers.linear_list.default
 _linear_list_backward = torch.ops.fastlayers.linear_list_backward.default
@@ -91,6 +97,7 @@ def _kernel_linear_list(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_channel_last: bool = False
 ) -> Tensor:
     check_linear_list(x, weight, bias)
+    _extension.warn_if_missing(x.device.type)
     return _reference.linear_list_strided(x, weight, bias, out_channel_last)
 
 
@@ -159,11 +166,15 @@ def _grad_linear_list_backward(
 
 def _autocast_linear_list(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_channel_last: bool = False
-) -> Tensor:
-    return _linear_list(*autocast_now((x, weight, bias)), out_channel_last)
+) -> tuple[Any, ...]:
+    return (*autocast_now((x, weight, bias)), out_channel_last)
 
 
 _library.impl("linear_list", _kernel_linear_list, "CompositeExplicitAutograd")
+_library.impl("linear_list_strided", _reference.linear_list_strided, "CompositeExplicitAutograd")
+_library.impl(
+    "linear_list_backward_strided", _reference.linear_list_backward_strided, "CompositeExplicitAutograd"
+)
 _library.impl("linear_list_backward", _reference.linear_list_backward_strided, "CompositeExplicitAutograd")
 torch.library.register_fake("fastlayers::linear_list", _fake_linear_list, lib=_library)
 torch.library.register_fake("fastlayers::linear_list_backward", _fake_linear_list_backward, lib=_library)
@@ -177,3 +188,4 @@ torch.library.register_autograd(
     lib=_library,
 )
 register_autocast("linear_list", _autocast_linear_list)
+_extension.load()

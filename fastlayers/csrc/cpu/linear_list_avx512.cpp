@@ -1,0 +1,5 @@
+#include "cpu/linear_list_kernels.h"
+
+namespace fastlayers {
+const LinearListKernels linear_list_avx512 = {"avx512", forward_any, backward_input_any, backward_weight_any};
+}  // namespace fastlayers
