@@ -3,9 +3,14 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-KINDS = ("GCN", "GAT", "WL1", "LIN")
+from .graph import Graph
+from .graph_layers import graph_layer
+from .recurrence import GraphLSTMFunction
+
+LINEAR_KINDS = ("GCN", "WL1", "LIN")
 
 
 class State(NamedTuple):
@@ -13,38 +18,6 @@ class State(NamedTuple):
 
     h: Tensor
     c: Tensor
-
-
-def pyg_graph_layer(
-    kind: str, in_features: int, out_features: int, *, heads: int = 1, dropout: float = 0.0, bias: bool = True
-) -> nn.Module:
-    """Build the layer that mixes neighbouring nodes: torch-geometric's, or a plain Linear for "LIN".
-
-    "GCN": symmetric normalisation, self-loops of weight 1. "GAT": attention, heads averaged. "WL1":
-    GraphConv, neighbours summed. "LIN": every node for itself, the control without a graph.
-    """
-    if kind == "LIN":
-        return nn.Linear(in_features, out_features, bias=bias)
-    try:
-        from torch_geometric.nn import GATConv, GCNConv, GraphConv
-    except ImportError as error:
-        raise ImportError(
-            f"mode='paper' takes its {kind} layers from torch-geometric: pip install torch_geometric,"
-            " or pass graph_layers='own' for the same layers without it"
-        ) from error
-    if kind == "GCN":
-        return GCNConv(in_features, out_features, bias=bias)
-    if kind == "GAT":
-        return GATConv(in_features, out_features, heads=heads, concat=False, dropout=dropout, bias=bias)
-    if kind == "WL1":
-        return GraphConv(in_features, out_features, bias=bias)
-    raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-
-
-def batch_edges(edge_index: Tensor, num_nodes: int, batch_size: int) -> Tensor:
-    """Repeat a graph for every window of a batch: (2, E) -> (2, B * E), window b's nodes from b * N on."""
-    offsets = torch.arange(batch_size, device=edge_index.device) * num_nodes
-    return (edge_index[:, None, :] + offsets[:, None]).flatten(1)
 
 
 class GraphLSTMCell(nn.Module):
@@ -56,6 +29,7 @@ class GraphLSTMCell(nn.Module):
         hidden_features: H.
         heads, dropout: of the attention, for "GAT" only.
         bias: whether the graph layer adds one.
+        graph_layers: where the graph layer comes from, "own" or "pyg".
     """
 
     def __init__(
@@ -67,28 +41,41 @@ class GraphLSTMCell(nn.Module):
         heads: int = 1,
         dropout: float = 0.0,
         bias: bool = True,
+        graph_layers: str = "own",
     ) -> None:
         super().__init__()
-        self.kind = kind
-        self.gconv = pyg_graph_layer(
-            kind, in_features + hidden_features, 4 * hidden_features, heads=heads, dropout=dropout, bias=bias
+        self.kind, self.graph_layers = kind, graph_layers
+        settings = {"heads": heads, "dropout": dropout, "bias": bias}
+        self.gconv = graph_layer(
+            graph_layers, kind, in_features + hidden_features, 4 * hidden_features, **settings
         )
 
-    def forward(self, x: Tensor, state: State, batched_edges: Tensor) -> State:
-        """x (B, N, I), state of (B, N, H), batched_edges (2, B * E) as `batch_edges` gives -> next state."""
-        combined = torch.cat([x, state.h], dim=-1)
-        if self.kind == "LIN":
-            gates = self.gconv(combined)
-        else:
-            gates = self.gconv(combined.flatten(0, 1), batched_edges).unflatten(0, x.shape[:2])
-        i, f, o, g = gates.chunk(4, dim=-1)
+    def forward(self, x: Tensor, state: State, graph: Graph | Tensor) -> State:
+        """x (B, N, I), state of (B, N, H) -> next state.
+
+        graph: a `Graph`; for torch-geometric's layers (2, B * E) as `batch_edges` gives.
+        """
+        i, f, o, g = self._gates(torch.cat([x, state.h], dim=-1), graph).chunk(4, dim=-1)
         c = torch.sigmoid(f) * state.c + torch.sigmoid(i) * torch.tanh(g)
         h = torch.sigmoid(o) * torch.tanh(c)
         return State(h, c)
 
+    def _gates(self, x: Tensor, graph: Graph | Tensor) -> Tensor:
+        if self.graph_layers == "own":
+            return self.gconv(x.transpose(0, 1), graph).transpose(0, 1)
+        if self.kind == "LIN":
+            return self.gconv(x)
+        return self.gconv(x.flatten(0, 1), graph).unflatten(0, x.shape[:2])
+
 
 class GraphLSTM(nn.Module):
-    """Cells stacked on each other, run over a sequence; each cell's h is the next one's input."""
+    """Cells stacked on each other, run over a sequence; each cell's h is the next one's input.
+
+    Args: those of `GraphLSTMCell`, and
+        num_layers: L, the number of cells.
+        fused: run all layers and time steps through `GraphLSTMFunction` where `kind` allows it, instead of
+            cell by cell; the numbers are the same but for rounding. Needs `graph_layers="own"`.
+    """
 
     def __init__(
         self,
@@ -100,23 +87,78 @@ class GraphLSTM(nn.Module):
         heads: int = 1,
         dropout: float = 0.0,
         bias: bool = True,
+        graph_layers: str = "own",
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self.kind, self.hidden_features = kind, hidden_features
+        self.fused = fused and kind in LINEAR_KINDS
+        settings = {"heads": heads, "dropout": dropout, "bias": bias, "graph_layers": graph_layers}
         sizes = [in_features] + [hidden_features] * (num_layers - 1)
         self.cell_list = nn.ModuleList(
-            GraphLSTMCell(kind, size, hidden_features, heads=heads, dropout=dropout, bias=bias)
-            for size in sizes
+            GraphLSTMCell(kind, size, hidden_features, **settings) for size in sizes
         )
 
     def forward(
-        self, sequence: Tensor, states: list[State], batched_edges: Tensor
+        self, sequence: Tensor, states: list[State], graph: Graph | Tensor
     ) -> tuple[Tensor, list[State]]:
         """sequence (T, B, N, I) in the order to be read, one state per cell -> top h (T, B, N, H), states."""
+        if len(sequence) == 0:
+            return sequence.new_zeros(*sequence.shape[:-1], self.hidden_features), states
+        if self.fused:
+            return self._forward_fused(sequence, states, graph)
         states = list(states)
         top = []
         for x in sequence:
             for k, cell in enumerate(self.cell_list):
-                states[k] = cell(x, states[k], batched_edges)
+                states[k] = cell(x, states[k], graph)
                 x = states[k].h
             top.append(x)
         return torch.stack(top), states
+
+    def _forward_fused(
+        self, sequence: Tensor, states: list[State], graph: Graph
+    ) -> tuple[Tensor, list[State]]:
+        size = self.hidden_features
+        node_first = sequence.permute(2, 0, 1, 3).contiguous()
+        terms = [self._weights(name) for name in self._terms()]
+        biases = self._biases()
+        first = None
+        for mix, blocks in terms:
+            x = graph.neighbours(node_first) if mix else node_first
+            bias = biases[0] if first is None and biases is not None else None
+            part = F.linear(x, blocks[0][:, :-size], bias)
+            first = part if first is None else first + part
+        first = first.unflatten(-1, (4, size)).transpose(0, 1)
+        later = None
+        if biases is not None and len(biases) > 1:
+            later = torch.stack([bias.view(4, size) for bias in biases[1:]], dim=1)
+        h = torch.stack([state.h.transpose(0, 1) for state in states], dim=2)
+        c = torch.stack([state.c.transpose(0, 1) for state in states], dim=2)
+        mixes = tuple(mix for mix, _ in terms)
+        recurrent = [self._block_triangular(blocks) for _, blocks in terms]
+        top, h, c = GraphLSTMFunction.apply(first, later, h, c, graph, mixes, *recurrent)
+        by_layer = zip(h.transpose(0, 1).unbind(2), c.transpose(0, 1).unbind(2), strict=True)
+        return top.transpose(1, 2), [State(h_k, c_k) for h_k, c_k in by_layer]
+
+    def _terms(self) -> tuple[str, ...]:
+        return {"GCN": ("lin",), "WL1": ("lin_rel", "lin_root"), "LIN": ("",)}[self.kind]
+
+    def _weights(self, name: str) -> tuple[bool, list[Tensor]]:
+        """Whether this weight of each cell takes the sum over neighbours, and the weights (4 * H, I + H)."""
+        mixes = name in ("lin", "lin_rel")
+        return mixes, [cell.gconv.get_submodule(name).weight for cell in self.cell_list]
+
+    def _biases(self) -> list[Tensor] | None:
+        layers = [cell.gconv.lin_rel if self.kind == "WL1" else cell.gconv for cell in self.cell_list]
+        return None if layers[0].bias is None else [layer.bias for layer in layers]
+
+    def _block_triangular(self, blocks: list[Tensor]) -> Tensor:
+        """Put the cells' weights (4 * H, I + H) into one (4 * L * H, L * H): layer k reads k - 1 and k."""
+        size, layers = self.hidden_features, len(blocks)
+        if layers == 1:
+            return blocks[0][:, -size:].contiguous()
+        rows = [F.pad(blocks[0][:, -size:], (0, (layers - 1) * size))]
+        for k in range(1, layers):
+            rows.append(F.pad(blocks[k], ((k - 1) * size, (layers - 1 - k) * size)))
+        return torch.stack([row.unflatten(0, (4, size)) for row in rows], dim=1).flatten(0, 2)

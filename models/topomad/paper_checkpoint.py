@@ -31,7 +31,7 @@ def load_paper_checkpoint(path: str | PathLike[str]) -> GraphLSTMVAE:
     state = _unify_names(_read(Path(path)))
     configuration = _read_configuration(state, path)
     with torch.device("meta"):
-        model = GraphLSTMVAE(**configuration)
+        model = GraphLSTMVAE(**configuration, mode="paper")
     expected = model.state_dict()
     missing = [key for key in expected if key not in state]
     unexpected = [key for key in state if key not in expected]

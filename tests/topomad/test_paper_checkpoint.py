@@ -183,7 +183,7 @@ def test_a_cut_file_is_refused(tmp_path):
 def test_every_setting_is_read_off_the_file(tmp_path, kind, bias, variational):
     heads = (2, 3) if kind == "GAT" else (1, 1)
     model = GraphLSTMVAE(
-        kind, 4, 5, 3, num_layers=(3, 3), heads=heads, bias=bias, variational=variational
+        kind, 4, 5, 3, num_layers=(3, 3), heads=heads, bias=bias, variational=variational, mode="paper"
     ).double()
     torch.save(model.state_dict(), tmp_path / "checkpoint.pt")
     loaded = load_paper_checkpoint(tmp_path / "checkpoint.pt")
