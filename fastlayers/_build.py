@@ -208,7 +208,7 @@ def _build_one(name: str, out: Path, work: Path) -> dict[str, object]:
     if sys.platform == "win32":
         raise BuildError("Windows is not supported; the reference runs instead")
     sources = [PACKAGE / "csrc" / "library.cpp"] if name == "cpu" else []
-    sources += sorted((PACKAGE / "csrc" / name).glob("*.cpp" if name == "cpu" else "*.c[pu]*"))
+    sources += sorted((PACKAGE / "csrc" / name).glob("*.cpp" if name == "cpu" else "*.cu"))
     if not sources:
         raise BuildError(f"no sources in {PACKAGE / 'csrc' / name}")
     torch = find_torch()
