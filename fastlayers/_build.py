@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,10 +234,9 @@ def _build_one(name: str, out: Path, work: Path) -> dict[str, object]:
             f"nvcc = {nvcc}",
             f"cuflags = -std=c++17 -O3 {host} {_COMMON[-1]} -DUSE_CUDA {' '.join(includes + gencode)}",
         ]
-        linker, libs = (
-            f"$nvcc -ccbin {compiler.split()[0]} -cudart shared",
-            libs.replace("torch_cpu", "torch_cpu"),
-        )
+        linker = f"$nvcc -ccbin {compiler.split()[0]} -cudart shared"
+        # Half of the C shim lies in libtorch_cuda, which a CPU build of torch lacks; libtorch brings either.
+        libs = f"-Xlinker --no-as-needed -L{torch.path / 'lib'} -ltorch -ltorch_cpu"
         rules[1] += f" -DUSE_CUDA -isystem {Path(nvcc).resolve().parent.parent / 'include'}"
     units = {**_ISA.get(platform.machine(), {})} if name == "cpu" else {}
     how["units"] = ["baseline", *units]
@@ -246,7 +246,7 @@ def _build_one(name: str, out: Path, work: Path) -> dict[str, object]:
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
     result = subprocess.run([ninja, "-C", str(work), *jobs], capture_output=True, text=True)
     if result.returncode != 0:
-        raise BuildError(f"the compiler failed:\n{(result.stdout + result.stderr)[-4000:]}")
+        raise BuildError(f"the compiler failed\n{(result.stdout + result.stderr)[-4000:]}")
     return how
 
 
@@ -283,7 +283,10 @@ def _escape(path: Path) -> str:
 
 def main() -> int:
     """Build into the installed package and say how it went."""
-    record = build(PACKAGE, PACKAGE.parent / "build" / "ninja")
+    in_checkout = (PACKAGE.parent / "setup.py").is_file()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = PACKAGE.parent / "build" / "ninja" if in_checkout else Path(temporary)
+        record = build(PACKAGE, work)
     for name, how in record.items():
         print(f"{name}: built" if how["built"] else f"{name}: not built: {how['reason']}")
     return 0 if record["cpu"]["built"] else 1
