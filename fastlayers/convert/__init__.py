@@ -1,0 +1,17 @@
+"""Conversion: find the Linears that are called one by one, and put one fused layer in their place."""
+
+from ._convert import EXACT_RULES, Conversion, convert_model, load_converted, plan
+from ._types import ConversionError, ParamRef, Plan, Rewrite, Skip
+
+__all__ = [
+    "EXACT_RULES",
+    "Conversion",
+    "ConversionError",
+    "ParamRef",
+    "Plan",
+    "Rewrite",
+    "Skip",
+    "convert_model",
+    "load_converted",
+    "plan",
+]
