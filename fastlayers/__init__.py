@@ -4,5 +4,18 @@ from . import ops
 from ._linear_list import LinearList
 from ._monarch_linear import MonarchLinear
 from ._version import __version__
+from .convert import EXACT_RULES, Conversion, ConversionError, Plan, convert_model, load_converted, plan
 
-__all__ = ["LinearList", "MonarchLinear", "__version__", "ops"]
+__all__ = [
+    "EXACT_RULES",
+    "Conversion",
+    "ConversionError",
+    "LinearList",
+    "MonarchLinear",
+    "Plan",
+    "__version__",
+    "convert_model",
+    "load_converted",
+    "ops",
+    "plan",
+]
