@@ -104,21 +104,16 @@ class _Planner:
         self.reasons: dict[str, tuple[str, str]] = {}
         self.rewrites: list[Rewrite] = []
         self.names: set[str] = set()
+        self.tried: dict[Any, Outcome] = {}
+        self.holders = known.holders(model)
 
     def plan(self) -> Plan:
         free = set(self.known.candidates)
         chosen: list[Outcome] = []
-        waiting = [f for f in self.seen.functions.values() if f.calls]
-        while waiting:
-            tried = [(f, self._try(f, free)) for f in waiting]
-            outcomes = [o for _, o in tried if o.linears]
-            waiting = [f for f, o in tried if o.linears]
-            if not outcomes:
-                break
+        while outcomes := self._outcomes(free):
             best = min(outcomes, key=lambda o: (-len(o.linears), o.layers, -o.function.depth))
             chosen.append(best)
             free -= best.linears
-            waiting = [f for f in waiting if f is not best.function and free & set(f.linears)]
         into = {
             id(call): [self._rewrite(call, fusion) for fusion in call.match.fusions]
             for o in chosen
@@ -129,23 +124,49 @@ class _Planner:
 
     # Trying.
 
+    def _outcomes(self, free: set[str]) -> list[Outcome]:
+        """What each function could do, from the innermost outwards, where an outer one may do more.
+
+        An outer function is followed only if inner ones leave some of its Linears, or do the same in several
+        modules of one class, which it could do for all of them at once.
+        """
+        found: list[Outcome] = []
+        for function in sorted(self.seen.functions.values(), key=lambda f: -f.depth):
+            mine = free & set(function.linears)
+            inner = [o for o in found if o.linears & mine]
+            kinds = [(o.function.name, type(self.modules[o.function.owner])) for o in inner]
+            left = mine - {path for o in inner for path in o.linears}
+            if mine and (left or len(set(kinds)) < len(kinds)):
+                outcome = self._try(function, free)
+                if outcome.linears:
+                    found.append(outcome)
+        return found
+
     def _try(self, function: Function, free: set[str]) -> Outcome:
         """Trace every call of a function and match what is free; overlapping calls must agree."""
-        calls: list[Followed] = []
-        layers: set[tuple[str, tuple[str, ...]]] = set()
-        taken: set[str] = set()
-        if len(free & set(function.linears)) < 1:
-            return Outcome(function, [], set(), 0)
+        key = (function.owner, function.name, frozenset(free & set(function.linears)))
+        if key not in self.tried:
+            self.tried[key] = self._try_anew(function, free)
+        return self.tried[key]
+
+    def _try_anew(self, function: Function, free: set[str]) -> Outcome:
+        lead = _lead(function.owner)
+        followed: list[Match] = []
         for args, kwargs in function.calls:
             try:
                 found = self._follow(function, args, kwargs, free)
+                followed.append(found)
+                if any(".training" in guard for guard in found.program.guards):
+                    followed.append(self._follow(function, args, kwargs, free, other_mode=True))
             except Untraceable as reason:
                 for path in function.linears:
                     self.reasons.setdefault(path, (reason.code, reason.reason))
-                continue
-            lead = _lead(function.owner)
-            for path, reason_words in found.refused.items():
-                self.reasons[lead + path] = reason_words
+        for found in followed:
+            self.reasons.update({lead + path: words for path, words in found.refused.items()})
+        calls: list[Followed] = []
+        layers: set[tuple[str, tuple[str, ...]]] = set()
+        taken: set[str] = set()
+        for found in sorted(followed, key=lambda m: -sum(len(f.paths) for f in m.fusions)):
             mine = {(f.rule, f.paths) for f in found.fusions}
             paths = {lead + path for f in found.fusions for path in f.paths}
             if paths and (mine <= layers or not paths & taken):
@@ -154,13 +175,14 @@ class _Planner:
                 taken |= paths
         return Outcome(function, calls, taken, len(layers))
 
-    def _follow(self, function: Function, args: Any, kwargs: Any, free: set[str]) -> Match:
+    def _follow(
+        self, function: Function, args: Any, kwargs: Any, free: set[str], other_mode: bool = False
+    ) -> Match:
         owner = self.modules[function.owner]
         lead = _lead(function.owner)
-        holders = self.known.holders(self.model)
         leaves, followed = {}, {}
         for path, module in owner.named_modules():
-            (followed if id(module) in holders or module is owner else leaves)[id(module)] = path
+            (followed if id(module) in self.holders or module is owner else leaves)[id(module)] = path
         traits = {
             path.removeprefix(lead): self.known.traits[path]
             for path in self.known.candidates
@@ -168,7 +190,10 @@ class _Planner:
         }
         tracer = Tracer(owner, leaves, followed)
         method = getattr(type(owner), function.name)
+        modes = [(module, module.training) for module in owner.modules()]
         try:
+            for module, mode in modes:
+                module.training = mode != other_mode
             program = tracer.trace(method, copy_tensors(args), copy_tensors(kwargs))
         except Untraceable:
             raise
@@ -177,6 +202,9 @@ class _Planner:
             raise Untraceable(
                 "call-site-not-traced", f"{where} could not be followed: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            for module, mode in modes:
+                module.training = mode
         check_spelling(program)
         return match(owner, program, traits, tracer.pin_shapes, lambda paths: self._is_list(lead, paths))
 
@@ -259,10 +287,10 @@ class _Planner:
         return [result[path] for path in dict.fromkeys([*self.modules, *result]) if path in result]
 
     def _reason(self, path: str, gone: set[str]) -> tuple[str, str]:
+        if path in self.reasons and not (self.reasons[path][0] == "chain" and not _numbered(path)):
+            return self.reasons[path]
         if self.seen.counts[path] == 0:
             return "unused", "the example inputs never call it"
-        if path in self.reasons:
-            return self.reasons[path]
         traits, parent = self.known.traits[path], path.rpartition(".")[0]
         if type(self.modules[parent]) is nn.ModuleList:
             siblings = [
@@ -279,6 +307,11 @@ class _Planner:
                 if other.device != traits.device:
                     return "mixed-device", f"it is on {traits.device}, another item on {other.device}"
         return "single", "no other Linear of its shape is called beside it"
+
+
+def _numbered(path: str) -> bool:
+    """Tell whether a Linear is one of several by its name; else being used after another is no chain."""
+    return any(letter.isdigit() for letter in path.rpartition(".")[2])
 
 
 def _lead(path: str) -> str:

@@ -61,6 +61,7 @@ class Tracer:
     def __init__(self, owner: nn.Module, leaves: dict[int, str], followed: dict[int, str]) -> None:
         self.owner, self.leaves, self.followed = owner, leaves, followed
         self.program = Program()
+        self._leaf_modules = {path: owner.get_submodule(path) for path in leaves.values()}
         self._tensors = {id(t): name for name, t in _named_tensors(owner)}
         self._tensor_nodes: dict[str, Node] = {}
         self._attribute_nodes: dict[str, Node] = {}
@@ -280,26 +281,30 @@ class Tracer:
         node = Node(kind, target, args, kwargs, line=self._line())
         self._busy = True
         try:
-            self._run(node, run)
+            with torch._C.DisableTorchFunction():
+                self._run(node, run)
         finally:
             self._busy = False
         return self._wrap(self._add(node))
 
     def _run(self, node: Node, run: Callable[..., Any]) -> None:
         """Run an operation on the values; note what it changes in place and whether it draws."""
-        touched = [t for n in node.operands() for t in tensors_in(n.value)]
-        if node.kind == "module":
-            module = self.owner.get_submodule(node.target)
+        operands = list(node.operands())
+        touched = [t for n in operands for t in tensors_in(n.value)]
+        module = self._leaf_modules[node.target] if node.kind == "module" else None
+        simple = node.kind == "attribute" or node.target is operator.getitem or type(module) in _LEAF_KINDS
+        if module is not None and not simple:
             touched += [*module.parameters(), *module.buffers()]
-        node.dynamic = _is_dynamic(node)
+        node.dynamic = any(n.dynamic for n in operands) or _is_dynamic(node)
         before = [t._version for t in touched]
-        state = torch.default_generator.get_state()
+        state = None if simple else torch.default_generator.get_state()
         node.value = run(*map_nodes(node.args, _value), **map_nodes(node.kwargs, _value))
         changed = [t for t, version in zip(touched, before, strict=True) if t._version != version]
-        node.writes = frozenset(storages(changed))
-        node.random = _may_draw(node, self.owner) or not torch.equal(
-            state, torch.default_generator.get_state()
-        )
+        if changed:
+            node.writes = frozenset(storages(changed))
+        if state is not None:
+            drew = not torch.equal(state, torch.default_generator.get_state())
+            node.random = drew or _may_draw(node, module)
 
     def _add(self, node: Node) -> Node:
         node.index = len(self.program.nodes)
@@ -460,24 +465,20 @@ _DYNAMIC = (
 
 
 def _is_dynamic(node: Node) -> bool:
-    """Tell whether the shape of a result depends on values, here or in what it is computed from."""
-    if any(operand.dynamic for operand in node.operands()):
-        return True
+    """Tell whether an operation's result has a shape that depends on values."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "where" and len(node.args) + len(node.kwargs) == 1:
         return True
     if name in ("getitem", "index", "__getitem__"):
-        return any(
-            isinstance(n.value, Tensor) and n.value.dtype in (torch.bool, torch.uint8)
-            for n in nodes_in(node.args[1:])
-        )
+        kinds = (torch.bool, torch.uint8)
+        return any(isinstance(n.value, Tensor) and n.value.dtype in kinds for n in nodes_in(node.args[1:]))
     return name in _DYNAMIC and node.kind in ("call", "method")
 
 
-def _may_draw(node: Node, owner: nn.Module) -> bool:
+def _may_draw(node: Node, module: nn.Module | None) -> bool:
     """Dropout draws in training mode even if the example ran in eval mode."""
-    if node.kind == "module":
-        return any("dropout" in type(m).__name__.lower() for m in owner.get_submodule(node.target).modules())
+    if module is not None:
+        return any("dropout" in type(m).__name__.lower() for m in module.modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return "dropout" in name
 
