@@ -17,8 +17,9 @@ from ._checkpoint import (
     restore_state_dict,
     save_file,
 )
+from ._copying import copy_model
 from ._install import install
-from ._plan import check_inputs, copy_model, make_plan
+from ._plan import check_inputs, make_plan
 from ._revert import revert_model
 from ._types import ConversionError, ParamRef, Plan, Rewrite, Skip
 

@@ -58,8 +58,9 @@ def observe(model: nn.Module, example_inputs: Any, candidates: dict[str, nn.Modu
     """
     found = Observation(counts=dict.fromkeys(candidates, 0))
     paths = {id(module): path for path, module in model.named_modules()}
+    callers = _Callers(paths)
     hooks = [
-        module.register_forward_pre_hook(_look(found, path, paths)) for path, module in candidates.items()
+        module.register_forward_pre_hook(_look(found, path, callers)) for path, module in candidates.items()
     ]
     try:
         _run(model, example_inputs)
@@ -91,27 +92,48 @@ def copy_tensors(value: Any) -> Any:
     return value
 
 
-def _look(found: Observation, path: str, paths: dict[int, str]) -> Callable[..., None]:
+def _look(found: Observation, path: str, callers: "_Callers") -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         found.counts[path] += 1
-        frame, inner = sys._getframe(1), []
-        for _ in range(_MAX_FRAMES):
-            if frame is None:
-                break
-            method = _method(frame, paths)
-            if method is not None and (not inner or inner[-1] != method):
-                inner.append(method)
-                if len(inner) == 1 and path not in found.sites:
-                    code = frame.f_code
-                    file = code.co_filename.rpartition("/")[2]
-                    found.sites[path] = f"{code.co_name}, {file}:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
-        for level, key in enumerate(reversed(inner)):
+        chain, line = callers.of(sys._getframe(1))
+        if chain and path not in found.sites:
+            found.sites[path] = line
+        for level, key in enumerate(reversed(chain)):
             function = found.functions.setdefault(key, Function(*key, depth=level))
             function.depth = max(function.depth, level)
             function.linears.setdefault(path)
 
     return hook
+
+
+class _Callers:
+    """The methods of the model's modules that are running, innermost first."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self.paths = paths
+        self._last: tuple[Any, list[tuple[str, str]]] = (None, [])
+
+    def of(self, frame: Any) -> tuple[list[tuple[str, str]], str]:
+        """The methods, as (module path, name), and where in the innermost the call stands."""
+        while frame is not None and (frame.f_code.co_name in _INTERNAL or _method(frame, self.paths) is None):
+            frame = frame.f_back
+        if frame is None:
+            return [], ""
+        if self._last[0] is not frame:  # a loop calls all its Linears from one frame
+            self._last = frame, self._chain(frame)
+        file = frame.f_code.co_filename.rpartition("/")[2]
+        return self._last[1], f"{frame.f_code.co_name}, {file}:{frame.f_lineno}"
+
+    def _chain(self, frame: Any) -> list[tuple[str, str]]:
+        chain: list[tuple[str, str]] = []
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                break
+            method = _method(frame, self.paths)
+            if method is not None and (not chain or chain[-1] != method):
+                chain.append(method)
+            frame = frame.f_back
+        return chain
 
 
 def _method(frame: Any, paths: dict[int, str]) -> tuple[str, str] | None:

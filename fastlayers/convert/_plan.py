@@ -1,6 +1,5 @@
 """Make a plan: look at a copy of the model, decide what becomes one layer, and write the new methods."""
 
-import copy
 import inspect
 import os
 from collections.abc import Iterable, Sequence
@@ -10,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from ._codegen import Source, check_spelling, write
+from ._copying import copy_model, without_collecting
 from ._match import Fusion, Match, match
 from ._observe import Function, Observation, copy_tensors, observe
 from ._select import select
 from ._survey import Survey, survey
 from ._trace import Tracer, Untraceable, spell_path
-from ._types import ConversionError, Patch, Plan, Rewrite, Skip, skip
+from ._types import Patch, Plan, Rewrite, Skip, skip
 
 
 @dataclass
@@ -44,13 +44,14 @@ def make_plan(
 ) -> Plan:
     """Decide on a copy of the model; see `fastlayers.plan`."""
     check_inputs(example_inputs)
-    twin = copy_model(model)
-    known = survey(twin)
-    _leave_out(known, include, exclude)
-    if not known.candidates:
-        return Plan((), tuple(known.skips.values()), ())
-    seen = observe(twin, example_inputs, known.candidates)
-    return _Planner(twin, known, seen).plan()
+    with without_collecting():
+        twin = copy_model(model)
+        known = survey(twin)
+        _leave_out(known, include, exclude)
+        if not known.candidates:
+            return Plan((), tuple(known.skips.values()), ())
+        seen = observe(twin, example_inputs, known.candidates)
+        return _Planner(twin, known, seen).plan()
 
 
 def check_inputs(example_inputs: Any) -> None:
@@ -63,27 +64,6 @@ def check_inputs(example_inputs: Any) -> None:
             "example_inputs must be a tuple of positional arguments or a dict of keyword arguments,"
             f" got {type(example_inputs).__name__}{hint}"
         )
-
-
-def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model; name the attribute that stands in the way."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if name in ("_modules",):
-                    continue
-                try:
-                    copy.deepcopy(value)
-                except Exception as reason:
-                    where = f"{path}.{name}" if path else name
-                    raise ConversionError(
-                        f"the model cannot be copied: attribute {where!r}: {type(reason).__name__}: {reason}"
-                    ) from error
-        raise ConversionError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
 
 
 def _leave_out(known: Survey, include: Any, exclude: Any) -> None:

@@ -50,16 +50,19 @@ class Node:
 
 def nodes_in(value: Any) -> Iterator[Node]:
     """Every node in nested tuples, lists, dicts and slices."""
-    if isinstance(value, Node):
+    kind = type(value)
+    if kind is Node:
         yield value
+    elif kind is slice:
+        yield from nodes_in((value.start, value.stop, value.step))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from nodes_in(item)
+            if type(item) is Node:
+                yield item
+            elif not isinstance(item, (int, float, str)):
+                yield from nodes_in(item)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from nodes_in(item)
-    elif isinstance(value, slice):
-        yield from nodes_in((value.start, value.stop, value.step))
+        yield from nodes_in(tuple(value.values()))
 
 
 def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:

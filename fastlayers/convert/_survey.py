@@ -10,6 +10,7 @@ from torch import nn
 
 from ._types import ConversionError, Skip, skip
 
+MODULE_FIELDS = frozenset(vars(nn.Module()))
 _CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 
 
@@ -87,7 +88,7 @@ def unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     registered = {id(m) for m in model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+            if name in MODULE_FIELDS or not isinstance(value, (list, tuple, dict)):
                 continue
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:

@@ -61,7 +61,7 @@ class Tracer:
     def __init__(self, owner: nn.Module, leaves: dict[int, str], followed: dict[int, str]) -> None:
         self.owner, self.leaves, self.followed = owner, leaves, followed
         self.program = Program()
-        self._leaf_modules = {path: owner.get_submodule(path) for path in leaves.values()}
+        self._leaf_modules = dict(owner.named_modules(remove_duplicate=False))
         self._tensors = {id(t): name for name, t in _named_tensors(owner)}
         self._tensor_nodes: dict[str, Node] = {}
         self._attribute_nodes: dict[str, Node] = {}
