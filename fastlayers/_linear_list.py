@@ -94,7 +94,7 @@ class LinearList(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (*, N, I), or (*, 1, I) shared by all, to (*, N, O); flat (*, N * I) to (*, N * O)."""
         shape = x.shape
-        if shape[-1] == self.in_features and len(shape) > 1 and shape[-2] in (self.num_linears, 1):
+        if len(shape) > 1 and shape[-1] == self.in_features and shape[-2] in (self.num_linears, 1):
             return ops.linear_list(x, self.weight, self.bias)
         if len(shape) and shape[-1] == self.num_linears * self.in_features:
             x = x.unflatten(-1, (self.num_linears, self.in_features))
