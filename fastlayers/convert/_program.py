@@ -67,8 +67,13 @@ def nodes_in(value: Any) -> Iterator[Node]:
 
 def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:
     """Copy nested tuples, lists, dicts and slices with every node replaced by ``change(node)``."""
-    if isinstance(value, Node):
+    kind = type(value)
+    if kind is Node:
         return change(value)
+    if kind is tuple:
+        return tuple([map_nodes(item, change) for item in value])
+    if kind is int or kind is str or kind is float or value is None:
+        return value
     if isinstance(value, tuple):
         items = [map_nodes(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

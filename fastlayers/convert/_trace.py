@@ -5,6 +5,7 @@ hold no candidate Linear, and the candidates themselves, are single operations; 
 """
 
 import contextlib
+import functools
 import inspect
 import operator
 import sys
@@ -19,6 +20,7 @@ from ._program import Node, Program, map_nodes, nodes_in, storages, tensors_in
 from ._proxy import Proxy, proxies_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_ATOMS = {bool, int, float, str, type(None)}
 # Functions whose C++ signatures would turn a traced size into a plain number before anyone sees it.
 _FACTORIES = [
     "zeros",
@@ -360,6 +362,10 @@ class Tracer:
         kind = type(value)
         if kind is Proxy:
             return value._node
+        if kind in _ATOMS:
+            return value
+        if kind is tuple:
+            return tuple([self._unwrap(item) for item in value])
         if isinstance(value, Tensor):
             return self._tensor(value)
         if kind is slice:
@@ -449,6 +455,7 @@ _HERE = __file__.rpartition("/")[0]
 _TORCH = torch.__file__.rpartition("/")[0]
 
 
+@functools.cache
 def _foreign(filename: str) -> bool:
     return filename.startswith((_HERE, _TORCH, "<"))
 
