@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "linear_list_plan.h"
+
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,12 +18,16 @@
 
 namespace fastlayers {
 
-constexpr int kVectorBytes = 16;  // the widest access of one thread
-
 template <typename T>
 struct alignas(kVectorBytes) Vector {
   static constexpr int size = kVectorBytes / sizeof(T);
   T item[size];
+};
+
+// Four elements: one access where they come in fours (two for float64).
+template <typename T>
+struct alignas(kQuad * sizeof(T) < kVectorBytes ? kQuad * sizeof(T) : kVectorBytes) Quad {
+  T item[kQuad];
 };
 
 #ifdef __CUDACC__

@@ -18,37 +18,33 @@ constexpr int kForwardResident = sizeof(T) == 8 ? 5 : 6;
 template <typename T>
 constexpr int kBackwardResident = sizeof(T) == 8 ? 4 : 5;
 
-// A (B, N, features) tensor of any strides, in elements.
-template <typename T>
-struct Strided {
-  T* data;
-  int64_t row, linear, feature;
-};
-
 // A tile of rows in shared memory: element (r, n, f) lies at row(r) + n * linear + f.
 template <typename T>
 struct StagedRows {
   T* data;
   int pitch, linear;
   int shift, shift_step, shift_mask;  // row r starts (shift + r * shift_step) & shift_mask elements late
+  bool quads;                         // four features lie at a multiple of four elements
   __device__ int row(int r) const { return r * pitch + ((shift + r * shift_step) & shift_mask); }
 };
 
 // Copy rows whose linears and features lie side by side, as 16-byte windows cut at the source's own
 // boundaries.
 template <typename T>
-__device__ inline StagedRows<T> stage_contiguous(const T* source, int64_t row_stride, int rows, int length,
-                                                 int features, int pitch, T* shared) {
+__device__ inline StagedRows<T> stage_vectors(const T* source, int64_t row_stride, int rows, int linears,
+                                              int features, const RowLayout& layout, T* shared) {
   constexpr int size = Vector<T>::size;
+  const int length = linears * features;
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(source) / sizeof(T) % size);
-  const StagedRows<T> tile{shared,  pitch, features, shift, static_cast<int>(row_stride & (size - 1)),
-                           size - 1};
-  const int windows = (length + 2 * (size - 1)) / size;  // enough for any shift
+  const int shift_step = static_cast<int>(row_stride & (size - 1));
+  const bool quads = features % kQuad == 0 && shift % kQuad == 0 && shift_step % kQuad == 0;
+  const StagedRows<T> tile{shared, layout.pitch, features, shift, shift_step, size - 1, quads};
+  const int windows = ((shift_step == 0 ? shift : size - 1) + length + size - 1) / size;
   const int step_row = kThreads / windows, step_window = kThreads % windows;
   int r = threadIdx.x / windows, window = threadIdx.x % windows;
   while (r < rows) {
     const int start = tile.row(r);
-    const int first = window * size - (start - r * pitch);  // the window's first element, counted in the row
+    const int first = window * size - (start - r * layout.pitch);  // the window's start, counted in the row
     const T* from = source + r * row_stride;
     if (first >= 0 && first + size <= length) {
       copy_async(shared + start + first, from + first);
@@ -67,44 +63,51 @@ __device__ inline StagedRows<T> stage_contiguous(const T* source, int64_t row_st
 
 // Copy rows of any strides (transposed, expanded), one element at a time, neighbours in memory by neighbours.
 template <typename T>
-__device__ inline StagedRows<T> stage_strided(Strided<const T> source, int rows, int linears, int features,
-                                              int pitch, T* shared) {
-  const int padded = features | 1;  // an odd distance: 32 linears' elements lie in 32 banks
-  const bool linear_first = source.linear < source.feature;
+__device__ inline StagedRows<T> stage_elements(const Strided<const T>& source, int rows, int linears,
+                                               int features, const RowLayout& layout, T* shared) {
+  const bool across = linear_first(source);
   for (int e = threadIdx.x; e < linears * features; e += kThreads) {
-    const int n = linear_first ? e % linears : e / features;
-    const int f = linear_first ? e / linears : e % features;
+    const int n = across ? e % linears : e / features;
+    const int f = across ? e / linears : e % features;
     const T* from = source.data + n * source.linear + f * source.feature;
-    T* to = shared + n * padded + f;
+    T* to = shared + n * layout.linear + f;
 #pragma unroll 8
-    for (int r = 0; r < rows; ++r) to[r * pitch] = from[r * source.row];
+    for (int r = 0; r < rows; ++r) to[r * layout.pitch] = from[r * source.row];
   }
-  return {shared, pitch, padded, 0, 0, 0};
+  return {shared, layout.pitch, layout.linear, 0, 0, 0, features % kQuad == 0};
 }
 
-// `across_linears`: neighbouring threads will read one feature of neighbouring linears, so an even number of
-// features side by side would put them all in a few banks.
 template <typename T>
 __device__ inline StagedRows<T> stage_rows(Strided<const T> source, int64_t first_row, int rows,
-                                           int64_t first_linear, int linears, int features, int pitch,
-                                           bool across_linears, T* shared) {
+                                           int64_t first_linear, int linears, int features,
+                                           const RowLayout& layout, T* shared) {
   source.data += first_row * source.row + first_linear * source.linear;
-  const bool side_by_side =
-      (features == 1 || source.feature == 1) && (linears == 1 || source.linear == features);
-  return side_by_side && !(across_linears && features % 2 == 0)
-             ? stage_contiguous(source.data, source.row, rows, linears * features, features, pitch, shared)
-             : stage_strided(source, rows, linears, features, pitch, shared);
+  return layout.vectors ? stage_vectors(source.data, source.row, rows, linears, features, layout, shared)
+                        : stage_elements(source, rows, linears, features, layout, shared);
+}
+
+// Read neighbouring elements of shared memory, widened: one, or four in one access.
+template <typename T>
+__device__ inline void read(const T* shared, accumulator_t<T> (&values)[1]) {
+  values[0] = widen(*shared);
+}
+
+template <typename T>
+__device__ inline void read(const T* shared, accumulator_t<T> (&values)[kQuad]) {
+  const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(shared);
+#pragma unroll
+  for (int k = 0; k < kQuad; ++k) values[k] = widen(quad.item[k]);
 }
 
 // Where the columns of a result lie: column c of a tile is a feature of a linear, neighbours in memory are
 // neighbouring columns. A row of the result is written by neighbouring threads.
 struct Columns {
   int linears, features;
-  bool linear_first;
+  bool across;  // neighbours are linears
   __device__ int count() const { return linears * features; }
-  __device__ int linear(int column) const { return linear_first ? column % linears : column / features; }
-  __device__ int feature(int column) const { return linear_first ? column / linears : column % features; }
-  __device__ int column(int n, int f) const { return linear_first ? f * linears + n : n * features + f; }
+  __device__ int linear(int column) const { return across ? column % linears : column / features; }
+  __device__ int feature(int column) const { return across ? column / linears : column % features; }
+  __device__ int column(int n, int f) const { return across ? f * linears + n : n * features + f; }
 };
 
 // Copy weights (n, o, i) to shared memory as [inner][column]; the inner index is i in forward, o in backward.
@@ -140,33 +143,40 @@ __device__ inline void stage_weights(const T* source, Columns columns, int in_fe
 }
 
 // Write result(r, column) = bias(column) + sum over k < inner of rows(r, linear, k) * weights(k, column).
-template <typename T>
+// A thread sums kRows rows at a time, so that one weight serves them all, and reads kStep features at once.
+template <int kRows, int kStep, typename T>
 __device__ inline void multiply_rows(const StagedRows<T>& staged, int rows, int inner,
                                      const accumulator_t<T>* weights, Columns columns, const T* bias,
-                                     Strided<T> result) {
+                                     const Strided<T>& result) {
   using A = accumulator_t<T>;
-  const int count = columns.count(), groups = (rows + kRowsPerThread - 1) / kRowsPerThread;
+  const int count = columns.count(), groups = (rows + kRows - 1) / kRows;
   for (int task = threadIdx.x; task < count * groups; task += kThreads) {
     const int group = task / count, column = task - group * count;
     const int n = columns.linear(column), f = columns.feature(column);
-    int at[kRowsPerThread];
-    A sum[kRowsPerThread];
+    int at[kRows];
+    A sum[kRows];
     const A start = bias == nullptr ? A(0) : widen(bias[n * columns.features + f]);
 #pragma unroll
-    for (int j = 0; j < kRowsPerThread; ++j) {
+    for (int j = 0; j < kRows; ++j) {
       const int r = group + j * groups;
       at[j] = staged.row(r < rows ? r : rows - 1) + n * staged.linear;
       sum[j] = start;
     }
-#pragma unroll 4
-    for (int k = 0; k < inner; ++k) {
-      const A w = weights[k * count + column];
+#pragma unroll(kQuad / kStep)
+    for (int k = 0; k < inner; k += kStep) {
+      A weight[kStep], value[kStep];
 #pragma unroll
-      for (int j = 0; j < kRowsPerThread; ++j) sum[j] = fma(widen(staged.data[at[j] + k]), w, sum[j]);
+      for (int q = 0; q < kStep; ++q) weight[q] = weights[(k + q) * count + column];
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        read(staged.data + at[j] + k, value);
+#pragma unroll
+        for (int q = 0; q < kStep; ++q) sum[j] = fma(value[q], weight[q], sum[j]);
+      }
     }
     T* to = result.data + n * result.linear + f * result.feature;
 #pragma unroll
-    for (int j = 0; j < kRowsPerThread; ++j) {
+    for (int j = 0; j < kRows; ++j) {
       const int r = group + j * groups;
       if (r < rows) to[r * result.row] = narrow<T>(sum[j]);
     }
@@ -174,8 +184,19 @@ __device__ inline void multiply_rows(const StagedRows<T>& staged, int rows, int 
 }
 
 template <typename T>
+__device__ inline void multiply_rows(const StagedRows<T>& staged, int rows, int inner,
+                                     const accumulator_t<T>* weights, Columns columns, const T* bias,
+                                     const Strided<T>& result) {
+  if (staged.quads) {
+    multiply_rows<4, kQuad>(staged, rows, inner, weights, columns, bias, result);
+  } else {
+    multiply_rows<8, 1>(staged, rows, inner, weights, columns, bias, result);
+  }
+}
+
+template <typename T>
 __device__ inline Columns make_columns(const Strided<T>& result, int linears, int features) {
-  return {linears, features, result.linear < result.feature};
+  return {linears, features, linear_first(result)};
 }
 
 // out(b, n, o) = bias(n, o) + sum over i of x(b, n, i) * weight(n, o, i). Grid: (blocks, row_blocks) of the
@@ -188,17 +209,15 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T>)
   const int linears = static_cast<int>(min(int64_t{tile.linears}, shape.linears - first_linear));
   const int in = shape.in_features, out_features = shape.out_features;
   const Columns columns = make_columns(out, linears, out_features);
-  const int pitch = row_pitch(tile.linears, in, Vector<T>::size);
   T* staged_x = reinterpret_cast<T*>(shared_memory());
-  auto* weights = reinterpret_cast<accumulator_t<T>*>(staged_x + tile.rows * pitch);
+  auto* weights = reinterpret_cast<accumulator_t<T>*>(staged_x + tile.rows * tile.x.pitch);
 
   for (int64_t first_row = int64_t{blockIdx.y} * tile.rows; first_row < shape.rows;
        first_row += int64_t{gridDim.y} * tile.rows) {
     const int rows = static_cast<int>(min(int64_t{tile.rows}, shape.rows - first_row));
     const bool first = first_row == int64_t{blockIdx.y} * tile.rows;
     if (!first) __syncthreads();  // the last tile has been read
-    const auto staged =
-        stage_rows(x, first_row, rows, first_linear, linears, in, pitch, columns.linear_first, staged_x);
+    const auto staged = stage_rows(x, first_row, rows, first_linear, linears, in, tile.x, staged_x);
     if (first) {
       stage_weights<false>(weight + first_linear * out_features * in, columns, in, out_features, weights);
     }
@@ -214,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, kForwardResident<T>)
 template <typename T>
 struct GradTile {
   using A = accumulator_t<T>;
-  int task, group, groups, n, o, i;
+  int group, groups, n, o, i;
   A weight[kGradTile][kGradTile];
   A bias[kGradTile];
 
@@ -222,11 +241,20 @@ struct GradTile {
     const int tiles_i = (in_features + kGradTile - 1) / kGradTile;
     const int tasks = linears * grad_tiles(in_features, out_features);
     groups = kThreads / tasks;
-    task = threadIdx.x % tasks;
+    const int task = threadIdx.x % tasks;
     group = threadIdx.x / tasks;
     n = task / grad_tiles(in_features, out_features);
     o = task / tiles_i * kGradTile % round_up(out_features, kGradTile);
     i = task % tiles_i * kGradTile;
+  }
+
+  // Read this thread's four features of row r.
+  __device__ static void read_features(const StagedRows<T>& staged, int r, const int (&at)[kGradTile],
+                                       A (&values)[kGradTile]) {
+    const T* row = staged.data + staged.row(r);
+    if (staged.quads) return read(row + at[0], values);
+#pragma unroll
+    for (int k = 0; k < kGradTile; ++k) values[k] = widen(row[at[k]]);
   }
 
   // Threads beyond the last group have no rows; elements beyond the last feature repeat it and are not
@@ -243,42 +271,47 @@ struct GradTile {
 #pragma unroll 2
     for (int r = group; r < rows; r += groups) {
       A g[kGradTile];
-      const T* g_row = grad_out.data + grad_out.row(r);
+      read_features(grad_out, r, at_o, g);
 #pragma unroll
-      for (int k = 0; k < kGradTile; ++k) bias[k] += g[k] = widen(g_row[at_o[k]]);
+      for (int k = 0; k < kGradTile; ++k) bias[k] += g[k];
       if (!with_x) continue;
-      const T* x_row = x.data + x.row(r);
+      A value[kGradTile];
+      read_features(x, r, at_i, value);
 #pragma unroll
-      for (int l = 0; l < kGradTile; ++l) {
-        const A value = widen(x_row[at_i[l]]);
+      for (int k = 0; k < kGradTile; ++k) {
 #pragma unroll
-        for (int k = 0; k < kGradTile; ++k) weight[k][l] = fma(g[k], value, weight[k][l]);
+        for (int l = 0; l < kGradTile; ++l) weight[k][l] = fma(g[k], value[l], weight[k][l]);
       }
     }
   }
 
-  // Lay this thread's sums beside those of the other groups: [group][n][o][i] and [group][n][o].
-  __device__ void share(A* weights, A* biases, int linears, int in_features, int out_features) const {
-    if (group >= groups) return;
-    const int first = (group * linears + n) * out_features;
+  // Lay this thread's sums beside those of the others, one slot for each element of the tile.
+  __device__ void share(A* shares) const {
 #pragma unroll
     for (int k = 0; k < kGradTile; ++k) {
-      if (o + k >= out_features) continue;
-      if (i == 0) biases[first + o + k] = bias[k];
 #pragma unroll
       for (int l = 0; l < kGradTile; ++l) {
-        if (i + l < in_features) weights[(first + o + k) * in_features + i + l] = weight[k][l];
+        shares[(k * kGradTile + l) * kSharePitch + static_cast<int>(threadIdx.x)] = weight[k][l];
       }
+      shares[(kGradTile * kGradTile + k) * kSharePitch + static_cast<int>(threadIdx.x)] = bias[k];
     }
   }
 };
 
-// Write the sum of the groups' shares, in the groups' order.
+// Write the sums of the groups' shares, in the groups' order, to a block's grad_weight or grad_bias.
 template <typename T>
-__device__ inline void sum_groups(const accumulator_t<T>* shares, int groups, int length, T* result) {
-  for (int e = threadIdx.x; e < length; e += kThreads) {
-    accumulator_t<T> sum = shares[e];
-    for (int g = 1; g < groups; ++g) sum += shares[g * length + e];
+__device__ inline void sum_shares(const accumulator_t<T>* shares, int linears, int in_features,
+                                  int out_features, bool of_bias, T* result) {
+  const int tiles_i = (in_features + kGradTile - 1) / kGradTile;
+  const int tiles = grad_tiles(in_features, out_features), tasks = linears * tiles;
+  const int width = of_bias ? 1 : in_features;
+  for (int e = threadIdx.x; e < linears * out_features * width; e += kThreads) {
+    const int i = e % width, o = e / width % out_features, n = e / (width * out_features);
+    const int task = n * tiles + o / kGradTile * tiles_i + i / kGradTile;
+    const int slot =
+        of_bias ? kGradTile * kGradTile + o % kGradTile : o % kGradTile * kGradTile + i % kGradTile;
+    accumulator_t<T> sum = shares[slot * kSharePitch + task];
+    for (int g = 1; g < kThreads / tasks; ++g) sum += shares[slot * kSharePitch + g * tasks + task];
     result[e] = narrow<T>(sum);
   }
 }
@@ -295,48 +328,43 @@ __global__ void __launch_bounds__(kThreads, kBackwardResident<T>)
   const int linears = static_cast<int>(min(int64_t{tile.linears}, shape.linears - first_linear));
   const int in = shape.in_features, out = shape.out_features;
   const Columns columns = make_columns(grad_x, linears, in);
-  const int pitch_g = row_pitch(tile.linears, out, Vector<T>::size);
-  const int pitch_x = row_pitch(tile.linears, in, Vector<T>::size);
   T* shared_g = reinterpret_cast<T*>(shared_memory());
-  T* shared_x = shared_g + tile.rows * pitch_g;
-  auto* weights = reinterpret_cast<accumulator_t<T>*>(shared_x + tile.rows * pitch_x);
+  T* shared_x = shared_g + tile.rows * tile.grad_out.pitch;
+  auto* weights = reinterpret_cast<accumulator_t<T>*>(shared_x + tile.rows * tile.x.pitch);
   const bool sums = grad_weight != nullptr || grad_bias != nullptr;
   GradTile<T> grad_tile(linears, in, out);
 
   for (int64_t first_row = 0; first_row < shape.rows; first_row += tile.rows) {
     const int rows = static_cast<int>(min(int64_t{tile.rows}, shape.rows - first_row));
     if (first_row > 0) __syncthreads();  // the last tile has been read
-    const auto staged_g = stage_rows(grad_out, first_row, rows, first_linear, linears, out, pitch_g,
-                                     columns.linear_first, shared_g);
+    const auto staged_g =
+        stage_rows(grad_out, first_row, rows, first_linear, linears, out, tile.grad_out, shared_g);
     StagedRows<T> staged_x{};
     if (grad_weight != nullptr) {
-      staged_x = stage_rows(x, first_row, rows, first_linear, linears, in, pitch_x, false, shared_x);
+      staged_x = stage_rows(x, first_row, rows, first_linear, linears, in, tile.x, shared_x);
     }
     if (grad_x.data != nullptr && first_row == 0) {
       stage_weights<true>(weight + first_linear * out * in, columns, in, out, weights);
     }
     wait_for_copies();
     __syncthreads();
+    if (sums) grad_tile.add_rows(staged_g, staged_x, grad_weight != nullptr, rows, in, out);
     if (grad_x.data != nullptr) {
       T* to = grad_x.data + first_row * grad_x.row + first_linear * grad_x.linear;
       multiply_rows<T>(staged_g, rows, out, weights, columns, nullptr,
                        {to, grad_x.row, grad_x.linear, grad_x.feature});
     }
-    if (sums) grad_tile.add_rows(staged_g, staged_x, grad_weight != nullptr, rows, in, out);
   }
   if (!sums) return;
 
   __syncthreads();  // the tiles have been read; their memory holds the groups' shares now
-  auto* shares_weight = reinterpret_cast<accumulator_t<T>*>(shared_memory());
-  auto* shares_bias = shares_weight + grad_tile.groups * linears * out * in;
-  grad_tile.share(shares_weight, shares_bias, linears, in, out);
+  auto* shares = reinterpret_cast<accumulator_t<T>*>(shared_memory());
+  grad_tile.share(shares);
   __syncthreads();
   if (grad_weight != nullptr) {
-    sum_groups(shares_weight, grad_tile.groups, linears * out * in, grad_weight + first_linear * out * in);
+    sum_shares(shares, linears, in, out, false, grad_weight + first_linear * out * in);
   }
-  if (grad_bias != nullptr) {
-    sum_groups(shares_bias, grad_tile.groups, linears * out, grad_bias + first_linear * out);
-  }
+  if (grad_bias != nullptr) sum_shares(shares, linears, in, out, true, grad_bias + first_linear * out);
 }
 
 }  // namespace fastlayers
