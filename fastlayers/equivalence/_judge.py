@@ -22,6 +22,9 @@ ERROR_FLOOR = 0.05  # an original with an error below this (in units of `scale`)
 WALK_SHARE = 1.0 / 3.0  # naive summation in any order counts as accurate: floor = its random-walk error / 3
 POOL_ELEMENTS = 16  # linears with fewer elements are pooled with their neighbours
 SPIKE_LIMIT = 4.0  # one element may exceed its pool's limit by this factor
+TYPICAL_ROUNDING = (
+    0.5  # where only values are known: an error of half a rounding of a typical element is none
+)
 TENSOR_BOUND = (
     16.0  # where no hard bound is known: this far beyond the limit is `different`, not less accurate
 )
@@ -66,6 +69,7 @@ class Judgement:
     error_original: float = 0.0
     index: tuple[int, ...] | None = None
     linear: int | None = None
+    of: str = ""
     result: float | None = None
     original: float | None = None
     reference: float | None = None
@@ -85,7 +89,9 @@ class Judgement:
         if self.index is not None:
             text += f"; worst element {list(self.index)}"
             text += f" of linear {self.linear}" if self.linear is not None else ""
-            text += f": {self.result:.9g}, original {self.original:.9g}, float64 {self.reference:.17g}"
+            text += f" ({self.of})" if self.of else ""
+            text += f": {_number(self.result)}, original {_number(self.original)}"
+            text += f", float64 {_number(self.reference, 17)}"
         return text + (f"; {self.reason}" if self.reason else "")
 
 
@@ -110,19 +116,31 @@ def smallest_step(dtype: torch.dtype) -> float:
 
 
 def judge(
-    result: Tensor, original: Tensor, expected: Expected, *, list_dim: int | None = None, name: str = ""
+    result: Tensor,
+    original: Tensor,
+    expected: Expected,
+    *,
+    original_expected: Expected | None = None,
+    list_dim: int | None = None,
+    name: str = "",
 ) -> Judgement:
     """Judge `result` against `original`, both of one floating dtype, by the float64 `expected`.
 
-    Every element must keep the hard bound; then each linear along `list_dim` (pooled with its neighbours
-    where it has few elements; the whole tensor without `list_dim`) must be as accurate as the original. Where
-    the expected value is not finite, or beyond the dtype's range, only the pattern of NaN and Inf must agree.
+    Every element must keep the hard bound; then each linear along `list_dim` (pooled with neighbours where
+    it has few elements; the whole tensor without `list_dim`) must be as accurate as the original. Where the
+    expected value is not finite, or beyond the dtype's range, only the pattern of NaN and Inf must agree.
+    `original_expected`: where the original was computed from other numbers, or only some of its linears were;
+    its error is then taken as a whole.
     Raises TypeError or ValueError when dtypes or shapes differ.
     """
-    _check(result, original, expected, name)
-    if result.is_complex():
-        result, original, list_dim = _as_real(result, original, list_dim)
-    return _judge(result, original, expected, _sizes(result.dtype, expected), list_dim, name)
+    _check(result, original, expected, original_expected or expected, name)
+    result, original, list_dim = _as_real(result, original, list_dim)
+    new = _Sample(result, expected, _sizes(result.dtype, expected), list_dim)
+    if original_expected is None:
+        old = _Sample(original, expected, _sizes(original.dtype, expected), list_dim)
+    else:
+        old = _Sample(original, original_expected, _sizes(original.dtype, original_expected), list_dim)
+    return _judge(new, old, original_expected is None, name)
 
 
 def judge_tensor(
@@ -141,51 +159,40 @@ def judge_tensor(
     Beyond TENSOR_BOUND times what is allowed the verdict is `different`.
     """
     reference = reference.detach()
-    if result.is_complex() and reference.is_complex():
-        reference = torch.view_as_real(reference)
-    reference = reference.double()
-    none = torch.zeros_like(reference)
-    expected = Expected(reference, none, none, 1)
-    _check(result, original, expected, name)
-    if result.is_complex():
-        result, original, list_dim = _as_real(result, original, list_dim)
-    u = unit_roundoff(result.dtype)
-    finite = torch.where(reference.isfinite(), reference, none).abs()
-    typical = finite.square().mean().sqrt() if finite.numel() else finite.sum()
-    scale = u * torch.maximum(finite, typical) + smallest_step(result.dtype) + envelope
-    return _judge(result, original, expected, _Sizes(scale * math.inf, scale, 1.5 * scale), list_dim, name)
+    reference = torch.view_as_real(reference) if reference.is_complex() else reference
+    none = torch.zeros_like(reference, dtype=torch.float64)
+    expected = Expected(reference.double(), none, none, 1)
+    _check(result, original, expected, expected, name)
+    result, original, list_dim = _as_real(result, original, list_dim)
+    finite = torch.where(reference.isfinite(), expected.value, none).abs()
+    dims = [d for d in range(finite.dim()) if list_dim is None or d != list_dim % finite.dim()]
+    typical = finite.square().mean(dim=dims, keepdim=True).sqrt() if dims else finite
+    scale = (
+        unit_roundoff(result.dtype) * torch.maximum(finite, typical) + smallest_step(result.dtype) + envelope
+    )
+    sizes = _Sizes(torch.full_like(scale, math.inf), scale, TYPICAL_ROUNDING / WALK_SHARE * scale)
+    new, old = (_Sample(t, expected, sizes, list_dim) for t in (result, original))
+    return _judge(new, old, True, name)
 
 
-def _as_real(result: Tensor, original: Tensor, list_dim: int | None) -> tuple[Tensor, Tensor, int | None]:
-    list_dim = list_dim - 1 if list_dim is not None and list_dim < 0 else list_dim
-    return torch.view_as_real(result), torch.view_as_real(original), list_dim
-
-
-def _judge(
-    result: Tensor, original: Tensor, expected: Expected, sizes: _Sizes, list_dim: int | None, name: str
-) -> Judgement:
-    if result.numel() == 0 or _same(result, original).all():
+def _judge(new: _Sample, old: _Sample, same_inputs: bool, name: str) -> Judgement:
+    if new.tensor.numel() == 0 or (same_inputs and _same(new.tensor, old.tensor).all()):
         return Judgement(name, Verdict.BITWISE)
-    shape, dim = result.shape, None if list_dim is None else list_dim % result.dim()
-    result, original = _list_first(result, dim), _list_first(original, dim)
-    expected = expected.map(lambda t: _list_first(t, dim))
-    sizes = _Sizes(*(_list_first(t, dim) for t in (sizes.bound, sizes.scale, sizes.walk)))
-    pattern = _Pattern(result, original, expected, sizes)
-    new, old = pattern.errors(result, expected), pattern.errors(original, expected)
-    # The original defines what is allowed: where it leaves the bound itself, the bound is not about its
-    # arithmetic.
-    over = new / (sizes.bound * max(1.0, _largest(old / sizes.bound)))
+    pattern = _Pattern(new, old.tensor if same_inputs else None)
+    error, old_error = new.error(pattern.numbers), old.error(old.tensor.isfinite())
+    # The original defines what is allowed: where it leaves the bound, that is not about its arithmetic.
+    over = error / (new.sizes.bound * max(1.0, _largest(old_error / old.sizes.bound)))
     over[pattern.wrong] = math.inf
-    pools = _Pools(new / sizes.scale, old / sizes.scale, sizes.walk / sizes.scale, pattern.judged)
+    pools = _Pools(new, error, pattern.judged, old_error / old.sizes.scale, same_inputs)
     verdict, worst, reason = Verdict.AS_ACCURATE, pools.worst_element, ""
-    bounded = bool(sizes.bound.isfinite().any())
     if _largest(over) > 1.0:
         verdict, worst = Verdict.DIFFERENT, int(over.argmax())
         reason = "NaN or Inf differ" if pattern.wrong.any() else "beyond the hard bound"
     elif pools.excess > 1.0:
-        far = not bounded and pools.excess > TENSOR_BOUND
+        unbounded = not bool(new.sizes.bound.isfinite().any())
+        far = unbounded and pools.excess > TENSOR_BOUND
         verdict, reason = (Verdict.DIFFERENT if far else Verdict.WITHIN_BOUND), pools.reason
-    row, position = divmod(worst, result.shape[1])
+    row, position = divmod(worst, new.tensor.shape[1])
     return Judgement(
         name=name,
         verdict=verdict,
@@ -194,13 +201,47 @@ def _judge(
         bound_ratio=_largest(over),
         error_new=pools.error_new,
         error_original=pools.error_original,
-        index=_index(row, position, shape, dim),
-        linear=None if dim is None else row,
-        result=float(result[row, position]),
-        original=float(original[row, position]),
-        reference=float(expected.value[row, position]),
+        index=new.index(row, position),
+        linear=None if new.dim is None else row,
+        result=float(new.tensor[row, position]),
+        original=float(old.tensor[row, position]) if same_inputs else None,
+        reference=float(new.expected.value[row, position]),
         reason=reason,
     )
+
+
+class _Sample:
+    """A tensor with its expected value and sizes, all as (linears, elements)."""
+
+    def __init__(self, tensor: Tensor, expected: Expected, sizes: _Sizes, list_dim: int | None) -> None:
+        self.shape, self.dim = tensor.shape, None if list_dim is None else list_dim % tensor.dim()
+        self.tensor = self._list_first(tensor)
+        self.expected = expected.map(self._list_first)
+        self.sizes = _Sizes(*(self._list_first(t) for t in (sizes.bound, sizes.scale, sizes.walk)))
+
+    def _list_first(self, t: Tensor) -> Tensor:
+        if self.dim is None:
+            return t.detach().reshape(1, -1)
+        return t.detach().movedim(self.dim, 0).reshape(t.shape[self.dim], -1)
+
+    def error(self, where: Tensor) -> Tensor:
+        """Distance from the expected value, 0 where it is not finite or not in `where`."""
+        error = self.tensor.double() - self.expected.value
+        if self.expected.low is not None:
+            error = error - self.expected.low
+        return torch.where(where & error.isfinite(), error.abs(), torch.zeros_like(error))
+
+    def index(self, row: int, position: int) -> tuple[int, ...]:
+        """The index, in the tensor's own shape, of an element."""
+        dim = self.dim
+        rest = list(self.shape) if dim is None else [*self.shape[:dim], *self.shape[dim + 1 :]]
+        index: list[int] = []
+        for size in reversed(rest):
+            position, at = divmod(position, size)
+            index.insert(0, at)
+        if dim is not None:
+            index.insert(dim, row)
+        return tuple(index)
 
 
 @dataclass(frozen=True)
@@ -229,58 +270,53 @@ def _sizes(dtype: torch.dtype, expected: Expected) -> _Sizes:
 class _Pattern:
     """Sorts elements into those whose numbers are judged and those of which only NaN and Inf are compared."""
 
-    def __init__(self, result: Tensor, original: Tensor, expected: Expected, sizes: _Sizes) -> None:
-        dtype, value = result.dtype, expected.value
-        largest = torch.finfo(dtype).max
-        accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
+    def __init__(self, new: _Sample, original: Tensor | None) -> None:
+        result, value, sizes = new.tensor, new.expected.value, new.sizes
+        # Without an original of the same inputs, the rounded float64 value says where NaN and Inf belong.
+        original = value.to(result.dtype) if original is None else original
+        largest = torch.finfo(result.dtype).max
+        accumulator = torch.finfo(torch.float64 if result.dtype == torch.float64 else torch.float32).max
         margin = torch.where(sizes.bound.isfinite(), sizes.bound, sizes.scale)
         in_range = value.isfinite() & (value.abs() + margin <= largest)
-        risky = value.isfinite() & (~in_range | (expected.terms > accumulator))
-        finite = result.isfinite() & original.isfinite()
-        self.judged = in_range & finite
-        agrees = _same_pattern(result, original) | _same_pattern(result, value.to(dtype))
+        risky = value.isfinite() & (~in_range | (new.expected.terms > accumulator))
+        agrees = _same_pattern(result, original) | _same_pattern(result, value.to(result.dtype))
         # A sum may overflow on the way to a value in range, in one order and not in another.
         overflowed = risky & ~result.isfinite()
         better = result.isfinite() & ~original.isfinite() & in_range
+        self.judged = in_range & result.isfinite() & original.isfinite()
         self.wrong = ~(self.judged | agrees | overflowed | better)
-        self._numbers = self.judged | better
-
-    def errors(self, t: Tensor, expected: Expected) -> Tensor:
-        error = t.double() - expected.value
-        if expected.low is not None:
-            error = error - expected.low
-        return torch.where(self._numbers & t.isfinite(), error.abs(), torch.zeros_like(error))
+        self.numbers = self.judged | better
 
 
 class _Pools:
     """The rms errors of the linears, and the pool and element that are worst against their limit."""
 
-    def __init__(self, new: Tensor, original: Tensor, walk: Tensor, judged: Tensor) -> None:
-        rows, elements = new.shape
-        pool = max(1, -(-POOL_ELEMENTS // max(elements, 1)))
-        pools = max(1, rows // pool)
-        member = torch.arange(rows, device=new.device).div(pool, rounding_mode="floor").clamp(max=pools - 1)
-        count = _pool_sum(judged.double(), member, pools)
+    def __init__(
+        self, new: _Sample, error: Tensor, judged: Tensor, old_error: Tensor, same_linears: bool
+    ) -> None:
+        error, walk = error / new.sizes.scale * judged, new.sizes.walk / new.sizes.scale
+        rows, elements = error.shape
+        pools = max(1, rows // max(1, -(-POOL_ELEMENTS // elements)))
+        member = (torch.arange(rows, device=error.device) * pools).div(rows, rounding_mode="floor")
+        count = _pool_sum(judged.double(), member, pools).clamp(min=1)
 
         def rms(t: Tensor) -> Tensor:
-            return (_pool_sum(t.square() * judged, member, pools) / count.clamp(min=1)).sqrt()
+            return (_pool_sum(t.square() * judged, member, pools) / count).sqrt()
 
-        rms_new, rms_original = rms(new), rms(original)
-        overall = (rms_original.square() * count).sum().div(count.sum().clamp(min=1)).sqrt()
-        floor = torch.maximum(rms_original, overall).clamp(min=ERROR_FLOOR)
+        overall = old_error.square().mean().sqrt()
+        rms_new = rms(error)
+        rms_old = rms(old_error) if same_linears else overall.expand(pools)
+        floor = torch.maximum(rms_old, overall).clamp(min=ERROR_FLOOR)
         floor = torch.maximum(floor, rms(walk) * WALK_SHARE)
         ratio = rms_new / floor
-        limit = RATIO_LIMIT * (1 + SMALL_POOL / count.clamp(min=1).sqrt())
-        spike = (
-            new
-            * judged
-            / (SPIKE_LIMIT * limit[member, None] * torch.maximum(floor[member, None], walk * WALK_SHARE))
-        )
+        limit = RATIO_LIMIT * (1 + SMALL_POOL / count.sqrt())
+        unit = torch.maximum(floor[member, None], walk * WALK_SHARE)
+        spike = error / (SPIKE_LIMIT * limit[member, None] * unit)
         at = int((ratio / limit).argmax())
         self.ratio, self.limit = float(ratio[at]), float(limit[at])
-        self.error_new, self.error_original = float(rms_new[at]), float(rms_original[at])
+        self.error_new, self.error_original = float(rms_new[at]), float(rms_old[at])
         self.excess = self.ratio / self.limit
-        self.worst_element = _argmax_in_pool(new * judged, member, at)
+        self.worst_element = int(torch.where((member == at)[:, None], error, -1.0).argmax())
         self.reason = "" if self.excess <= 1.0 else "its error is larger than the original's"
         if _largest(spike) > max(1.0, self.excess):
             self.excess, self.worst_element = _largest(spike), int(spike.argmax())
@@ -291,29 +327,19 @@ def _pool_sum(t: Tensor, member: Tensor, pools: int) -> Tensor:
     return torch.zeros(pools, dtype=t.dtype, device=t.device).index_add_(0, member, t.sum(dim=1))
 
 
-def _argmax_in_pool(t: Tensor, member: Tensor, pool: int) -> int:
-    return int(torch.where((member == pool)[:, None], t, -torch.ones_like(t)).argmax())
-
-
 def _largest(t: Tensor) -> float:
     return float(t.max()) if t.numel() else 0.0
 
 
-def _list_first(t: Tensor, dim: int | None) -> Tensor:
-    if dim is None:
-        return t.detach().reshape(1, -1)
-    return t.detach().movedim(dim, 0).reshape(t.shape[dim], -1)
+def _number(value: float | None, digits: int = 9) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _index(row: int, position: int, shape: torch.Size, dim: int | None) -> tuple[int, ...]:
-    rest = list(shape) if dim is None else [*shape[:dim], *shape[dim + 1 :]]
-    index: list[int] = []
-    for size in reversed(rest):
-        position, at = divmod(position, size)
-        index.insert(0, at)
-    if dim is not None:
-        index.insert(dim, row)
-    return tuple(index)
+def _as_real(result: Tensor, original: Tensor, list_dim: int | None) -> tuple[Tensor, Tensor, int | None]:
+    if not result.is_complex():
+        return result, original, list_dim
+    list_dim = list_dim - 1 if list_dim is not None and list_dim < 0 else list_dim
+    return torch.view_as_real(result), torch.view_as_real(original), list_dim
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
@@ -326,7 +352,9 @@ def _same_pattern(a: Tensor, b: Tensor) -> Tensor:
     return (a.isfinite() & b.isfinite()) | (a.isnan() & b.isnan()) | infinite
 
 
-def _check(result: Tensor, original: Tensor, expected: Expected, name: str) -> None:
+def _check(
+    result: Tensor, original: Tensor, expected: Expected, original_expected: Expected, name: str
+) -> None:
     label = name or "judge"
     if result.dtype != original.dtype:
         raise TypeError(
@@ -334,9 +362,11 @@ def _check(result: Tensor, original: Tensor, expected: Expected, name: str) -> N
         )
     if not (result.is_floating_point() or result.is_complex()):
         raise TypeError(f"{label}: result must be floating or complex, got {result.dtype}")
-    value = expected.value.shape[:-1] if result.is_complex() else expected.value.shape
-    for other, shape in (("original", original.shape), ("reference", value)):
-        if result.shape != shape:
-            raise ValueError(
-                f"{label}: result must have the {other}'s shape {tuple(shape)}, got {tuple(result.shape)}"
-            )
+    if expected is original_expected and result.shape != original.shape:
+        shapes = f"{tuple(original.shape)}, got {tuple(result.shape)}"
+        raise ValueError(f"{label}: result must have the original's shape {shapes}")
+    for what, tensor, known in (("result", result, expected), ("original", original, original_expected)):
+        shape = known.value.shape[:-1] if tensor.is_complex() else known.value.shape
+        if tensor.shape != shape:
+            shapes = f"{tuple(shape)}, got {tuple(tensor.shape)}"
+            raise ValueError(f"{label}: {what} must have the reference's shape {shapes}")
