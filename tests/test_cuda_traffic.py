@@ -38,16 +38,16 @@ def run_both(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("features", (4, 7, 8, 16, 32))
-@pytest.mark.parametrize("channel_last", (False, True))
+@pytest.mark.parametrize(
+    ("features", "channel_last"),
+    [(4, False), (7, False), (8, False), (16, False), (32, False), (7, True), (8, True)],
+)
 def test_every_sector_moves_once(
-    trace: Emulator, features: int, dtype: torch.dtype, channel_last: bool
+    trace: Emulator, features: int, channel_last: bool, dtype: torch.dtype
 ) -> None:
     """(32, 10000, F, F): all of x, grad_out, weights and results, and not one sector more."""
     plans = [trace.plan((32, LIST, features, features), dtype, backward) for backward in (False, True)]
     linears = max(plan["linears"] for plan in plans) * 2
-    if channel_last and min(plan["linears"] for plan in plans) * dtype.itemsize % 32:
-        pytest.skip("a tile of the list is shorter than a sector")
     for run in run_both(trace, (32, linears, features, features), dtype, channel_last):
         for name, buffer in run.buffers.items():
             if name != "bias":  # each thread reads its own again, from the L1 cache
