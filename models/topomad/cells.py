@@ -120,26 +120,33 @@ class GraphLSTM(nn.Module):
         self, sequence: Tensor, states: list[State], graph: Graph
     ) -> tuple[Tensor, list[State]]:
         size = self.hidden_features
-        node_first = sequence.permute(2, 0, 1, 3).contiguous()
-        terms = [self._weights(name) for name in self._terms()]
+        windows_last = sequence.permute(0, 2, 3, 1).contiguous()
         biases = self._biases()
+        terms = [self._weights(name) for name in self._terms()]
         first = None
         for mix, blocks in terms:
-            x = graph.neighbours(node_first) if mix else node_first
-            bias = biases[0] if first is None and biases is not None else None
-            part = F.linear(x, blocks[0][:, :-size], bias)
+            x = self._neighbours(windows_last, graph) if mix else windows_last
+            part = blocks[0][:, :-size] @ x
             first = part if first is None else first + part
-        first = first.unflatten(-1, (4, size)).transpose(0, 1)
         later = None
-        if biases is not None and len(biases) > 1:
-            later = torch.stack([bias.view(4, size) for bias in biases[1:]], dim=1)
-        h = torch.stack([state.h.transpose(0, 1) for state in states], dim=2)
-        c = torch.stack([state.c.transpose(0, 1) for state in states], dim=2)
+        if biases is not None:
+            first = first + biases[0][:, None]
+            if len(biases) > 1:
+                later = torch.stack([bias.view(4, size) for bias in biases[1:]], dim=1)
+        h = torch.stack([state.h.permute(1, 2, 0) for state in states], dim=1)
+        c = torch.stack([state.c.permute(1, 2, 0) for state in states], dim=1)
         mixes = tuple(mix for mix, _ in terms)
         recurrent = [self._block_triangular(blocks) for _, blocks in terms]
-        top, h, c = GraphLSTMFunction.apply(first, later, h, c, graph, mixes, *recurrent)
-        by_layer = zip(h.transpose(0, 1).unbind(2), c.transpose(0, 1).unbind(2), strict=True)
-        return top.transpose(1, 2), [State(h_k, c_k) for h_k, c_k in by_layer]
+        top, h, c = GraphLSTMFunction.apply(
+            first.unflatten(2, (4, size)), later, h, c, graph, mixes, *recurrent
+        )
+        by_layer = zip(h.permute(1, 3, 0, 2), c.permute(1, 3, 0, 2), strict=True)
+        return top.permute(0, 3, 1, 2), [State(h_k, c_k) for h_k, c_k in by_layer]
+
+    @staticmethod
+    def _neighbours(x: Tensor, graph: Graph) -> Tensor:
+        """Sum over neighbours at every time step: x (T, N, I, B) -> (T, N, I, B)."""
+        return graph.neighbours(x.transpose(0, 1).contiguous()).transpose(0, 1)
 
     def _terms(self) -> tuple[str, ...]:
         return {"GCN": ("lin",), "WL1": ("lin_rel", "lin_root"), "LIN": ("",)}[self.kind]
