@@ -23,6 +23,16 @@ library.define(
     " bool contiguous, bool need_x, bool need_weights, bool need_bias) -> (Tensor, Tensor[], Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# What the CPU kernels call for what they do not cover: other dtypes, empty batches, very large blocks.
+library.define(
+    "monarch_linear_strided(Tensor x, Tensor[] weights, Tensor? bias, int[] in_dims, int[] out_dims,"
+    " int out_features, bool contiguous) -> Tensor"
+)
+library.define(
+    "monarch_linear_backward_strided(Tensor grad_out, Tensor x, Tensor[] weights, int[] in_dims,"
+    " int[] out_dims, bool contiguous, bool need_x, bool need_weights, bool need_bias)"
+    " -> (Tensor, Tensor[], Tensor)"
+)
 _forward = torch.ops.fastlayers.monarch_linear.default
 _backward = torch.ops.fastlayers.monarch_linear_backward.default
 
@@ -298,8 +308,9 @@ def _count_backward(
     return int(prod(x_shape[:-1])) * (again + to_input)
 
 
-library.impl("monarch_linear", _kernel_forward, "CompositeExplicitAutograd")
-library.impl("monarch_linear_backward", _kernel_backward, "CompositeExplicitAutograd")
+for _suffix in ("", "_strided"):
+    library.impl("monarch_linear" + _suffix, _kernel_forward, "CompositeExplicitAutograd")
+    library.impl("monarch_linear_backward" + _suffix, _kernel_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fastlayers::monarch_linear", _fake_forward, lib=library)
 torch.library.register_fake("fastlayers::monarch_linear_backward", _fake_backward, lib=library)
 torch.library.register_autograd(
