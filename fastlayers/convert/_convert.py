@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from ._checkpoint import (
     convert_state_dict,
@@ -19,6 +19,8 @@ from ._checkpoint import (
 )
 from ._copying import copy_model
 from ._install import install
+from ._measure import Measurement, measure
+from ._optimizer import OriginalParameters, convert_optimizer, restore_optimizer
 from ._plan import check_inputs, make_plan
 from ._revert import revert_model
 from ._types import ConversionError, ParamRef, Plan, Rewrite, Skip
@@ -38,8 +40,8 @@ def plan(
 
     Args:
         model: any ``nn.Module``; not compiled, not wrapped for data parallelism.
-        example_inputs: a tuple of positional or a dict of keyword arguments that the model is called with. The
-            model runs on them; other sizes work afterwards where the code does not depend on them.
+        example_inputs: a tuple of positional or a dict of keyword arguments that the model is called with.
+            The model runs on them; other sizes work afterwards where the code does not depend on them.
         rules: what may be rewritten; by default what computes the same.
         include, exclude: paths ("mu" names all below it), globs or "re:" patterns of Linears.
 
@@ -66,13 +68,20 @@ class Conversion:
         skips: every Linear left alone, with its reason.
         report: the verifier's report, or None where it was not asked for.
         param_map: for each original parameter that moved, where it is now.
+        measurement: what `measure` found, or None.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, param_map: dict[str, ParamRef], report: Any, keys: Sequence[str]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        param_map: dict[str, ParamRef],
+        report: Any,
+        keys: Sequence[str],
+        originals: OriginalParameters,
     ) -> None:
         self.model, self.plan, self.param_map, self.report = model, plan, param_map, report
-        self._old_keys = tuple(keys)
+        self._old_keys, self._originals = tuple(keys), originals
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:
@@ -90,14 +99,46 @@ class Conversion:
         """Turn a state dict of the converted model into one of the original model, bit for bit."""
         return restore_state_dict(state_dict, self.param_map, self._old_keys)
 
-    def convert_optimizer(self, optimizer: Any) -> None:
-        """Let an optimizer of the original model train the converted one, in place, state included.
+    def convert_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """Let an optimizer of the original model train the converted one, in place, as if never converted.
 
-        See `fastlayers.convert` for what is refused, before anything changes.
+        Param groups keep their hyperparameters, schedulers and hooks stay attached, and state and pending
+        gradients are stacked; weights are not touched. Everything is checked before the first change.
+
+        Args:
+            optimizer: exactly one of torch.optim's Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam,
+                RAdam, RMSprop, Rprop or SGD, with any setting; it holds the original model's parameters.
+
+        Raises:
+            TypeError: no torch.optim.Optimizer.
+            ConversionError: an optimizer of another kind, which may keep statistics of whole tensors
+                (Adafactor, Muon, LBFGS, LAMB, …); parameters that are not the original model's; parts of one
+                fused tensor in different param groups, with different step counts or with different state.
         """
-        from ._optimizer import convert_optimizer
+        convert_optimizer(optimizer, self.model, self.param_map, self._originals)
 
-        convert_optimizer(optimizer, self)
+    def restore_optimizer(self, optimizer: optim.Optimizer, model: nn.Module) -> None:
+        """Let an optimizer of the converted model train ``model``, in place: the way back.
+
+        Args:
+            optimizer: as for `convert_optimizer`; it holds parameters of the converted model.
+            model: of the original structure, as `revert` gives it.
+
+        Raises:
+            TypeError, ConversionError: as `convert_optimizer`; and a model of another structure.
+        """
+        restore_optimizer(optimizer, self.model, self.param_map, model)
+
+    def measure(self, original: nn.Module, example_inputs: Any, *, seconds: float = 1.0) -> Measurement:
+        """Time the original against the converted model; the table shows the times from then on.
+
+        Args:
+            original: the model that was converted (its copy, where it was converted in place).
+            example_inputs: as for `convert_model`.
+            seconds: about how long each thing is run.
+        """
+        self.measurement = measure(original, self.model, self.rewrites, example_inputs, seconds)
+        return self.measurement
 
     def revert(self) -> nn.Module:
         """Give a model of the original structure with the present weights; ``self.model`` is untouched."""
@@ -121,6 +162,7 @@ class Conversion:
                 "skips": [asdict(s) for s in self.skips],
                 "param_map": param_map_to_json(self.param_map),
                 "report": report,
+                "times": None if self.measurement is None else asdict(self.measurement),
             },
             indent=2,
         )
@@ -163,7 +205,7 @@ def convert_model(
     else:
         decided = plan
         _check_plan(model, decided)
-    keys = list(model.state_dict())
+    keys, originals = list(model.state_dict()), OriginalParameters(model)
     report = None
     if verify or not inplace:
         converted = copy_model(model)
@@ -176,7 +218,7 @@ def convert_model(
     if inplace:
         param_map = install(model, decided)
         converted = model
-    return Conversion(converted, decided, param_map, report, keys)
+    return Conversion(converted, decided, param_map, report, keys, originals)
 
 
 def _check_plan(model: nn.Module, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class ConversionError(RuntimeError):
-    """A model that cannot be looked at or converted at all; the model is as it was."""
+    """A model or optimizer that cannot be looked at or converted at all; it is as it was."""
 
 
 class ParamRef(NamedTuple):
