@@ -70,5 +70,5 @@ def _change(t: Tensor, generator: torch.Generator) -> Tensor:
     """Each element one unit in the last place up or down."""
     if not is_differentiable(t):
         return t.clone()
-    step = torch.randint(0, 2, t.shape, generator=generator).to(t.device).mul(2).sub(1)
-    return t * (1 + torch.finfo(t.dtype).eps * step).to(t.dtype)
+    sign = torch.randint(0, 2, t.shape, generator=generator).to(t.device, t.dtype) * 2 - 1
+    return t * (1 + torch.finfo(t.dtype).eps * sign)

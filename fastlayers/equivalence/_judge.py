@@ -21,7 +21,7 @@ SMALL_POOL = 3.0  # ... times (1 + SMALL_POOL / sqrt(m)): the rms of m errors is
 ERROR_FLOOR = 0.05  # an original with an error below this (in units of `scale`) was lucky, not better
 WALK_SHARE = 1.0 / 3.0  # naive summation in any order counts as accurate: floor = its random-walk error / 3
 POOL_ELEMENTS = 16  # linears with fewer elements are pooled with their neighbours
-SPIKE_LIMIT = 4.0  # one element may exceed its pool's limit by this factor
+SPIKE_LIMIT = 4.0  # one element may exceed its pool's limit, and the original's largest error, by this factor
 TYPICAL_ROUNDING = (
     0.5  # where only values are known: an error of half a rounding of a typical element is none
 )
@@ -311,7 +311,8 @@ class _Pools:
         ratio = rms_new / floor
         limit = RATIO_LIMIT * (1 + SMALL_POOL / count.sqrt())
         unit = torch.maximum(floor[member, None], walk * WALK_SHARE)
-        spike = error / (SPIKE_LIMIT * limit[member, None] * unit)
+        allowed = torch.maximum(limit[member, None] * unit, old_error.max())
+        spike = error / (SPIKE_LIMIT * allowed)
         at = int((ratio / limit).argmax())
         self.ratio, self.limit = float(ratio[at]), float(limit[at])
         self.error_new, self.error_original = float(rms_new[at]), float(rms_old[at])

@@ -95,15 +95,15 @@ class Mapping:
     def by_old_name(self, values: MappingType[str, Tensor | None]) -> Callable[[str], Tensor | None]:
         """The converted model's tensors, by the original's names."""
         groups = {name: (group, k) for group in self.groups for k, name in enumerate(group.old)}
-        taken: dict[str, Tensor | None] = {}
+        taken: dict[Group, Tensor | None] = {}
 
         def find(name: str) -> Tensor | None:
             if name not in groups:
                 return None
             group, k = groups[name]
-            if group.label not in taken:
-                taken[group.label] = group.take_new(values)
-            tensor = taken[group.label]
+            if group not in taken:
+                taken[group] = group.take_new(values)
+            tensor = taken[group]
             return tensor if tensor is None or group.index is None else tensor[k]
 
         return find

@@ -95,15 +95,14 @@ class _State:
                 attributes = _attributes(module)
                 self._entries.append((module.__dict__, {k: _kept(v) for k, v in attributes}))
                 held += [t for _, t in tensors([v for _, v in attributes])]
-        self._tensors = [(t, t.detach().clone(), t._version) for t in held]
+        self._tensors = [(t, t.detach().clone()) for t in held]
 
     def restore(self) -> None:
         for module, training in self._flags:
             module.training = training
         with torch.no_grad():
-            for tensor, value, version in self._tensors:
-                if tensor._version != version:
-                    tensor.copy_(value)
+            for tensor, value in self._tensors:  # always: BatchNorm moves its statistics without a trace
+                tensor.copy_(value)
         for target, entries in self._entries:
             gone = [k for k in target if k not in entries and k not in _OF_A_MODULE and k != "training"]
             for name in gone:
