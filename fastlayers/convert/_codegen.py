@@ -16,9 +16,9 @@ from ._trace import Untraceable, spell
 
 _INFIX = {
     operator.add: "{} + {}", operator.sub: "{} - {}", operator.mul: "{} * {}", operator.truediv: "{} / {}",
-    operator.floordiv: "{} // {}", operator.mod: "{} % {}", operator.matmul: "{} @ {}", operator.getitem: "{}[{}]",
-    operator.eq: "{} == {}", operator.ne: "{} != {}", operator.lt: "{} < {}", operator.le: "{} <= {}",
-    operator.gt: "{} > {}", operator.ge: "{} >= {}",
+    operator.floordiv: "{} // {}", operator.mod: "{} % {}", operator.matmul: "{} @ {}",
+    operator.getitem: "{}[{}]", operator.eq: "{} == {}", operator.ne: "{} != {}", operator.lt: "{} < {}",
+    operator.le: "{} <= {}", operator.gt: "{} > {}", operator.ge: "{} >= {}",
 }  # fmt: skip
 _SPACES = (
     ("torch", torch), ("F", F), ("torch.Tensor", torch.Tensor), ("operator", operator),

@@ -57,7 +57,7 @@ class FusedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        return self._layer[0].weight.shape[-1]
+        return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:

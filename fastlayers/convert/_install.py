@@ -1,7 +1,8 @@
-"""Carry out a plan on a model: build the fused layers, put them in place, and give owners their new methods."""
+"""Carry out a plan on a model: build the fused layers, put them in place, give owners their new methods."""
 
 import functools
 import importlib
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._linear_list import LinearList
-from ._heads import FusedLinear
+from ._heads import FusedLinear, bind_heads
 from ._types import ParamRef, Patch, Plan, Rewrite
 
 
@@ -24,11 +25,11 @@ def install(model: nn.Module, plan: Plan) -> dict[str, ParamRef]:
     layers = [build_layer([modules[path] for path in r.replaces], r) for r in plan.matches]
     paths = _all_paths(model)
     param_map: dict[str, ParamRef] = {}
-    for rewrite, layer in zip(plan.matches, layers, strict=True):
+    for rewrite in plan.matches:
         param_map.update(_references(rewrite, modules, paths))
-    classes = {
+    classes: dict[str, Any] = {
         owner: converted_class(
-            type(modules[owner]),
+            type(modules[owner]),  # type: ignore[arg-type]  # a class is hashable
             tuple(p for p in plan.patches if p.owner == owner),
             tuple(_relative(param_map, owner).items()),
         )
@@ -177,23 +178,31 @@ def converted_class(
     members: dict[str, Any] = {patch.function: _compile(base, patch) for patch in patches}
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return rebuild, (base, patches, references), self.__getstate__()  # type: ignore[attr-defined]
+        _, _, *state = base.__reduce_ex__(self, protocol)  # type: ignore[misc]
+        return rebuild, (base, patches, references), *state
 
     def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         stack_old_keys(state_dict, prefix, dict(references))
-        super(kind, self)._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        base._load_from_state_dict(self, state_dict, prefix, *rest)  # type: ignore[attr-defined]
+
+    def replicate(self: nn.Module) -> nn.Module:
+        replica = base._replicate_for_data_parallel(self)  # type: ignore[attr-defined]
+        replica._forward_pre_hooks = replica._forward_pre_hooks.copy()
+        replica.register_forward_pre_hook(functools.partial(bind_heads, self), prepend=True)
+        return replica
 
     members |= {"__reduce_ex__": reduce, "_load_from_state_dict": load, "__module__": base.__module__}
+    members["_replicate_for_data_parallel"] = replicate
     members["__doc__"] = base.__doc__
-    kind = type(base.__name__, (base,), members)
+    kind: Any = type(base.__name__, (base,), members)
     kind.__qualname__ = base.__qualname__
-    kind._fastlayers_base = base  # type: ignore[attr-defined]
+    kind._fastlayers_base = base
     return kind
 
 
 def rebuild(base: type, patches: tuple[Patch, ...], references: tuple[tuple[str, ParamRef], ...]) -> Any:
     """Make an empty instance of a converted class, for copy and pickle."""
-    kind = converted_class(base, patches, references)
+    kind: Any = converted_class(base, patches, references)
     return kind.__new__(kind)
 
 
@@ -214,7 +223,8 @@ def _compile(base: type, patch: Patch) -> Callable[..., Any]:
         for part in qualified.split("."):
             found = getattr(found, part)
         names[name] = found
-    names.update(patch.defaults)
+    for name, parameter in inspect.signature(names["_original"]).parameters.items():
+        names[f"_default_{name}"] = parameter.default
     file = f"<fastlayers: {base.__qualname__}.{patch.function}>"
     exec(compile(patch.source, file, "exec"), names)
     function = names[patch.function]

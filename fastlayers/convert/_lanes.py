@@ -3,13 +3,14 @@
 A pack is N operations of one kind, none of which leads to another. It is replaced by one operation whose
 result holds lane n's in ``stacked[n]``: the lanes are always the first dimension, which costs nothing, since
 moving dimensions is a view and pointwise operations keep the order in memory. Packs start at the Linears and
-grow upwards through what feeds them and downwards through what reads them; `fastlayers.convert._joins` closes them.
+grow upwards through what feeds them and downwards through what reads them; `_joins` closes them.
 """
 
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Lanes:
     program: Program
     schedule: Schedule
     pin_shapes: Callable[[], None]
-    guard: Callable[[str, str], None]
+    guard: Callable[[str, str], object]
     emitted: dict[int, list[Node]] = field(default_factory=dict)
     pack_of: dict[Node, tuple[Pack, int]] = field(default_factory=dict)
     packs: list[Pack] = field(default_factory=list)
@@ -63,8 +64,10 @@ class Lanes:
 
     # Building packs.
 
-    def seed(self, calls: Sequence[Node], emit: Callable[[Node | None, Node | None], Node]) -> Pack | None:
-        """Make one pack of Linear calls; ``emit(stacked, shared)`` gives the fused call on their input."""
+    def seed(
+        self, calls: Sequence[Node], emit: Callable[[Node | None, Node | None, list[Node]], Node]
+    ) -> Pack | None:
+        """Make one pack of Linear calls; ``emit(stacked, shared, new)`` is the fused call on their input."""
         if not self.schedule.merge(calls):
             return None
         unit = self.schedule.unit[calls[0].index]
@@ -279,7 +282,7 @@ def _congruent(lanes: Sequence[Node], packs: dict[Node, Any], depth: int = 8) ->
 
 def range_or_list(which: list[int]) -> slice | list[int]:
     """An index that chooses these: a slice, which costs nothing, where their distance is constant."""
-    steps = {b - a for a, b in zip(which, which[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(which)}
     if len(which) > 1 and (len(steps) > 1 or min(steps) < 1):
         return list(which)
     step = steps.pop() if steps else 1
@@ -343,7 +346,7 @@ def _windows(
     if any(part.step not in (None, 1) or part.start < 0 or part.stop < part.start for part in given):
         return None
     lengths = {part.stop - part.start for part in given}
-    steps = {b.start - a.start for a, b in zip(given, given[1:], strict=False)}
+    steps = {b.start - a.start for a, b in pairwise(given)}
     if len(lengths) != 1 or len(steps) != 1 or min(steps) < 1:
         return None
     length, step = lengths.pop(), steps.pop()

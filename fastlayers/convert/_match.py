@@ -18,7 +18,7 @@ from ._survey import Traits
 
 @dataclass(frozen=True)
 class Fusion:
-    """One new layer: "linear_list" or "wide_linear", the paths it replaces (from the owner) and their sizes."""
+    """One new layer: "linear_list" or "wide_linear", the paths it replaces (from the owner), their sizes."""
 
     rule: str
     paths: tuple[str, ...]

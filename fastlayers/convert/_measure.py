@@ -86,9 +86,8 @@ def compare(name: str, before: Callable[[], Any], after: Callable[[], Any], seco
             start = time.perf_counter()
             run()
             taken.append((time.perf_counter() - start) * 1e3)
-    medians = [statistics.median(taken) for taken in samples]
-    quartiles = [statistics.quantiles(taken, n=4) for taken in samples]
-    return Time(name, *medians, *((q[0], q[2]) for q in quartiles))
+    old, new = (statistics.quantiles(taken, n=4) for taken in samples)
+    return Time(name, old[1], new[1], (old[0], old[2]), (new[0], new[2]))
 
 
 def training_step(model: nn.Module, example_inputs: Any) -> Callable[[], Any]:

@@ -115,14 +115,15 @@ class _Callers:
 
     def of(self, frame: Any) -> tuple[list[tuple[str, str]], str]:
         """The methods, as (module path, name), and where in the innermost the call stands."""
-        while frame is not None and (frame.f_code.co_name in _INTERNAL or _method(frame, self.paths) is None):
-            frame = frame.f_back
-        if frame is None:
+        inner: Any = frame
+        while inner is not None and _method(inner, self.paths) is None:
+            inner = inner.f_back
+        if inner is None:
             return [], ""
-        if self._last[0] is not frame:  # a loop calls all its Linears from one frame
-            self._last = frame, self._chain(frame)
-        file = frame.f_code.co_filename.rpartition("/")[2]
-        return self._last[1], f"{frame.f_code.co_name}, {file}:{frame.f_lineno}"
+        if self._last[0] is not inner:  # a loop calls all its Linears from one frame
+            self._last = inner, self._chain(inner)
+        file = inner.f_code.co_filename.rpartition("/")[2]
+        return self._last[1], f"{inner.f_code.co_name}, {file}:{inner.f_lineno}"
 
     def _chain(self, frame: Any) -> list[tuple[str, str]]:
         chain: list[tuple[str, str]] = []
@@ -167,7 +168,7 @@ def _take_down(model: nn.Module, example_inputs: Any, found: Observation) -> Non
         _run(model, example_inputs)
     finally:
         for module, name in watched:
-            vars(module).pop(name, None)
+            module.__dict__.pop(name, None)
 
 
 def setattr_plain(module: nn.Module, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What can be done to N results at once: which operations keep their meaning with one more dimension in front.
+"""What can be done to N results at once: operations that keep their meaning with one more dimension in front.
 
 Pointwise operations need no change, and broadcasting takes care of operands that all lanes share. Operations
 that name dimensions count them from the end, or one further from the front. What is not listed here stays as
@@ -16,86 +16,16 @@ from torch import Tensor, nn
 
 from ._program import Node
 
-_POINTWISE = set(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "true_divide",
-        "neg",
-        "abs",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "log10",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-        "sigmoid",
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "mish",
-        "elu",
-        "selu",
-        "celu",
-        "leaky_relu",
-        "softplus",
-        "softsign",
-        "softshrink",
-        "hardshrink",
-        "tanhshrink",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "logsigmoid",
-        "threshold",
-        "erf",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "reciprocal",
-        "pow",
-        "dropout",
-        "sinh",
-        "cosh",
-        "asinh",
-        "atan",
-        "sinc",
-        "where",
-        "maximum",
-        "minimum",
-        "lerp",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "clone",
-        "detach",
-        "contiguous",
-        "nan_to_num",
-        "addcmul",
-        "addcdiv",
-        "matmul",
-        "truediv",
-        "pos",
-    ]
-) - {"matmul"}
+_POINTWISE = {
+    "add", "sub", "mul", "div", "true_divide", "neg", "abs", "exp", "exp2", "expm1", "log", "log1p",
+    "log2", "log10", "sqrt", "rsqrt", "square", "sin", "cos", "tan", "tanh", "sigmoid", "relu", "relu6",
+    "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "softshrink",
+    "hardshrink", "tanhshrink", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "threshold", "erf",
+    "sign", "floor", "ceil", "round", "trunc", "clamp", "clip", "clamp_min", "clamp_max", "reciprocal",
+    "pow", "dropout", "sinh", "cosh", "asinh", "atan", "sinc", "where", "maximum", "minimum", "lerp",
+    "float", "double", "half", "bfloat16", "clone", "detach", "contiguous", "nan_to_num", "addcmul",
+    "addcdiv", "truediv", "pos",
+}  # fmt: skip
 _OPERATORS = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pos, operator.abs,
     operator.pow,
@@ -135,9 +65,7 @@ def is_view(node: Node) -> bool:
 
 def is_pure(node: Node) -> bool:
     """Tell whether an operation can be left out when nobody reads its result."""
-    if node.writes or node.random or node.kind == "module":
-        return False
-    return True
+    return not (node.writes or node.random or node.kind == "module")
 
 
 def lift(nodes: Sequence[Node]) -> Lifted | None:

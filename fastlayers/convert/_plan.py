@@ -160,7 +160,8 @@ class _Planner:
     ) -> Match:
         owner = self.modules[function.owner]
         lead = _lead(function.owner)
-        leaves, followed = {}, {}
+        leaves: dict[int, str] = {}
+        followed: dict[int, str] = {}
         for path, module in owner.named_modules():
             (followed if id(module) in self.holders or module is owner else leaves)[id(module)] = path
         traits = {
@@ -308,16 +309,14 @@ def _patch(base: type, function: Function, sources: list[Source]) -> Patch:
     """The whole method: each fast path behind its guards, then the original."""
     method = getattr(base, function.name)
     signature = inspect.signature(method)
-    defaults: dict[str, Any] = {}
     parameters, passed = [], []
     for position, (name, parameter) in enumerate(signature.parameters.items()):
         if position == 0:
             name, parameter = "self", parameter.replace(name="self")
         if parameter.default is not inspect.Parameter.empty:
-            defaults[f"_default_{name}"] = parameter.default
             parameter = parameter.replace(default=_Name(f"_default_{name}"))
         parameters.append(parameter.replace(annotation=inspect.Parameter.empty))
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        star = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
         passed.append(f"{name}={name}" if parameter.kind is parameter.KEYWORD_ONLY else f"{star}{name}")
     head = inspect.Signature(parameters)
     lines = [f"def {function.name}{head}:"]
@@ -329,7 +328,7 @@ def _patch(base: type, function: Function, sources: list[Source]) -> Patch:
         constants.update(source.constants)
     lines.append(f"    return _original({', '.join(passed)})")
     named = tuple((name, *where) for name, where in constants.items())
-    return Patch(function.owner, function.name, "\n".join(lines) + "\n", named, tuple(defaults.items()))
+    return Patch(function.owner, function.name, "\n".join(lines) + "\n", named)
 
 
 class _Name:

@@ -25,7 +25,7 @@ class Proxy:
         object.__setattr__(self, "_tracer", tracer)
         object.__setattr__(self, "_node", node)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance(x, Tensor) answers as for the value
         return type(self._node.value)
 
@@ -82,13 +82,17 @@ class Proxy:
         return len(value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self[i] for i in range(len(self))])
+        return iter([_item(self, i) for i in range(len(self))])
 
     def __contains__(self, item: Any) -> bool:
         raise self._tracer.untraceable("it asks whether a tensor or shape contains a value")
 
     def __reversed__(self) -> Iterator[Any]:
-        return iter([self[i] for i in reversed(range(len(self)))])
+        return iter([_item(self, i) for i in reversed(range(len(self)))])
+
+
+def _item(proxy: Any, index: int) -> Any:
+    return proxy[index]
 
 
 def find_tracer(value: Any) -> "Tracer":

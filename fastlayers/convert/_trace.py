@@ -103,7 +103,10 @@ class Tracer:
         if expression is None:
             self.pin_shapes()
         else:
-            self.guard(f"{expression} == {node.value!r}", "the code depends on it")
+            # A bool by itself: torch.compile cannot compare a symbolic comparison with True.
+            plain = f"{expression} == {node.value!r}"
+            known = {True: expression, False: f"not {expression}"}
+            self.guard(known[node.value] if type(node.value) is bool else plain, "the code depends on it")
         return convert(node.value)
 
     def guard(self, expression: str, why: str) -> None:
@@ -224,7 +227,7 @@ class Tracer:
         classes = [(module, type(module)) for module in self._modules_followed()]
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         for kind, forward in forwards.items():
-            kind.forward = leaf_forward(forward)  # type: ignore[method-assign]
+            kind.forward = leaf_forward(forward)
         for name, function in factories.items():
             setattr(torch, name, factory(function))
         try:
@@ -238,7 +241,7 @@ class Tracer:
             for name, function in factories.items():
                 setattr(torch, name, function)
             for kind, forward in forwards.items():
-                kind.forward = forward  # type: ignore[method-assign]
+                kind.forward = forward
             nn.Module.__call__ = original_call  # type: ignore[method-assign]
 
     def _modules_followed(self) -> list[nn.Module]:
@@ -247,7 +250,7 @@ class Tracer:
     def _watched(self, kind: type) -> type:
         """A subclass that tells the tracer which plain attributes are read."""
         tracer = self
-        getattribute = kind.__getattribute__
+        getattribute: Any = kind.__getattribute__
 
         def watch(module: Any, name: str) -> Any:
             value = getattribute(module, name)
@@ -314,7 +317,7 @@ class Tracer:
         return node
 
     def _wrap(self, node: Node) -> Any:
-        """A stand-in for a result; tuples and lists of tensors come apart, so that Python can go through them."""
+        """A stand-in for a result; tuples and lists come apart, so that Python can go through them."""
         value = node.value
         if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
             items = [
@@ -527,5 +530,5 @@ def spell(value: Any) -> str:
 
 
 def spell_path(path: str) -> str:
-    """The expression for a module path from the owner, "members.0" -> "self._modules['members']._modules['0']"."""
+    """The expression for a path from the owner: "mu.0" -> "self._modules['mu']._modules['0']"."""
     return "self" + "".join(f"._modules[{part!r}]" for part in path.split(".") if part)

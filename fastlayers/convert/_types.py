@@ -1,7 +1,7 @@
 """The converter's plain data: what a plan holds, the reasons for leaving a Linear alone, and the errors."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class ConversionError(RuntimeError):
@@ -16,7 +16,7 @@ class ParamRef(NamedTuple):
     """
 
     name: str
-    index: int | tuple[int, int] | None
+    index: int | tuple[int, int] | None  # type: ignore[assignment]  # hides tuple.index
     shape: tuple[int, ...]
 
 
@@ -93,16 +93,15 @@ class Patch:
     Attributes:
         owner: path of the module.
         function: name of the method.
-        source: a Python function with the method's own signature, which ends in the original method.
+        source: a Python function with the method's own signature, which ends in the original method; the
+            default of a parameter p is called `_default_p`.
         constants: (name, module, qualified name) of each class or function that the source refers to.
-        defaults: the values of the signature's defaults.
     """
 
     owner: str
     function: str
     source: str = field(repr=False)
     constants: tuple[tuple[str, str, str], ...] = field(default=(), repr=False)
-    defaults: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
