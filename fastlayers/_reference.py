@@ -67,8 +67,9 @@ def linear_list_backward_strided(
             grad_x = x.new_empty(x.shape)
         if x.shape[-2] == num_linears:
             torch.bmm(grad_nbo, weight.conj(), out=_list_first(grad_x, num_linears))
-        else:
-            torch.sum(torch.bmm(grad_nbo, weight.conj()), 0, out=grad_x.view(-1, in_features))
+        else:  # one sum over the list and the features, kept in the accumulator's precision
+            both = weight.conj().reshape(-1, in_features)
+            torch.mm(grad_out.reshape(-1, both.shape[0]), both, out=grad_x.view(-1, in_features))
     if need_weight:
         grad_weight = torch.bmm(grad_nbo.mT, _list_first(x, num_linears).conj())
     if need_bias:

@@ -67,8 +67,8 @@ Tensor flatten_or_copy(const Tensor& t, Flat* flat) {
 Tensor contiguous_or_copy(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 template <typename T>
-Strided<const T> read_view(const Tensor& t, const Flat& flat) {
-  return {static_cast<const T*>(t.const_data_ptr()), flat.batch_stride, flat.list_stride,
+Strided<const T> read_view(const Tensor& t, const Flat& flat, bool shared) {
+  return {static_cast<const T*>(t.const_data_ptr()), flat.batch_stride, shared ? 0 : flat.list_stride,
           flat.feature_stride};
 }
 
@@ -115,14 +115,15 @@ Tensor linear_list_cuda(const Tensor& x, const Tensor& weight, const std::option
     check_like(*bias, x, "bias");
   }
   const DeviceGuard guard(x.get_device_index());
-  if (call.shared || !call.fits || !fits_forward(shape)) {
+  if (!call.fits || !fits_forward(shape)) {
     using torch::stable::detail::from;
     std::array<StableIValue, 4> stack{from(x), from(weight), from(bias), from(out_channel_last)};
     call_op("fastlayers::linear_list_strided", stack);
     return torch::stable::detail::to<Tensor>(stack[0]);
   }
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = shape.out_features;
+  sizes[sizes.size() - 2] = shape.linears;
+  sizes[sizes.size() - 1] = shape.out_features;
   const Tensor out = allocate(x, sizes, out_channel_last);
   if (shape.rows == 0) return out;
   Flat flat;
@@ -130,7 +131,7 @@ Tensor linear_list_cuda(const Tensor& x, const Tensor& weight, const std::option
   const Tensor b = bias ? contiguous_or_copy(*bias) : w;
   dispatch_dtype(dtype_of(x), [&](auto element) {
     using T = decltype(element);
-    const auto x_view = read_view<T>(x_flat, flat);
+    const auto x_view = read_view<T>(x_flat, flat, call.shared);
     const auto out_view = write_view<T>(out);
     const bool vectors = copies_as_vectors(x_view, shape.linears, shape.in_features, linear_first(out_view));
     const Plan plan = make_plan(shape, {sizeof(T), sizeof(accumulator_t<T>), false, vectors, false});
@@ -152,7 +153,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_list_backward_cuda(const Tensor& grad_
       "linear_list_backward: grad_out must be (*, N, O)");
   check_like(grad_out, x, "grad_out");
   const DeviceGuard guard(x.get_device_index());
-  if (call.shared || !call.fits || !fits_backward(shape)) {
+  // grad_x of a shared input sums over the list, and so over all blocks: that is a GEMM's work.
+  if ((call.shared && need_x) || !call.fits || !fits_backward(shape)) {
     using torch::stable::detail::from;
     using torch::stable::detail::to;
     std::array<StableIValue, 6> stack{from(grad_out), from(x),           from(weight),
@@ -171,8 +173,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_list_backward_cuda(const Tensor& grad_
   const Tensor w = contiguous_or_copy(weight);
   dispatch_dtype(dtype_of(x), [&](auto element) {
     using T = decltype(element);
-    const auto x_view = read_view<T>(x_flat, flat);
-    const auto grad_view = read_view<T>(g_flat, grad_flat);
+    const auto x_view = read_view<T>(x_flat, flat, call.shared);
+    const auto grad_view = read_view<T>(g_flat, grad_flat, false);
     const auto grad_x_view = write_view<T>(grad_x);
     const bool x_vectors = copies_as_vectors(x_view, shape.linears, shape.in_features, false);
     const bool grad_vectors =

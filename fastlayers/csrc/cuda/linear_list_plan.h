@@ -89,8 +89,8 @@ constexpr RowLayout row_layout(bool vectors, int linears, int features, int vect
   return {false, padded, round_up(linears * padded, vector_size)};
 }
 
-// The choice of kernel, in one place. Everything else goes to ATen: one GEMM where all linears share the
-// input, strided batched GEMMs where not. By arithmetic, until a GPU has measured it: see docs/cuda.md.
+// The choice of kernel, in one place; everything else goes to ATen's strided batched GEMMs. By arithmetic,
+// until a GPU has measured it: see docs/cuda.md.
 constexpr int kMaxFeatures = 32;          // above, a linear fills the tiles of a batched GEMM
 constexpr int64_t kBackwardLinears = 64;  // with fewer linears than this, and so fewer blocks, ...
 constexpr int64_t kBackwardRows = 4096;  // ... a block that sums over more rows takes longer than three GEMMs
