@@ -30,10 +30,11 @@ def tensors(
     shape: str, dtype: torch.dtype, *, bias: bool = True, shared: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     lead, n, i, o = SHAPES[shape]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+        drawn = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.to(torch.get_default_device(), dtype)
 
     x, weight = draw(*lead, 1 if shared else n, i), draw(n, o, i) / i**0.5
     return x, weight, draw(n, o) if bias else None, draw(*lead, n, o)
@@ -204,13 +205,14 @@ def test_no_grad_and_inference_mode(requires_grad: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_uses_the_active_dtype_as_linear_does(dtype: torch.dtype) -> None:
     x, weight, bias, grad_out = tensors("odd", torch.float32)
-    with torch.autocast("cpu", dtype):
+    device = torch.get_default_device().type
+    with torch.autocast(device, dtype):
         assert (
             ops.linear_list(x, weight, bias).dtype == torch.nn.functional.linear(x, weight[0]).dtype == dtype
         )
         assert ops.linear_list(x.double(), weight.double(), None).dtype == torch.float64
         mixed = ops.linear_list(x.to(dtype), weight, bias)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(device, enabled=False):
             assert ops.linear_list(x, weight, bias).dtype == torch.float32
         vmapped = torch.func.vmap(lambda row: ops.linear_list(row, weight, bias))(x)
     assert vmapped.dtype == dtype
@@ -218,7 +220,7 @@ def test_autocast_uses_the_active_dtype_as_linear_does(dtype: torch.dtype) -> No
     assert torch.equal(mixed, ops.linear_list(*half[:3]))
 
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(device, dtype):
         y = ops.linear_list(*leaves)
     grads = torch.autograd.grad(y, leaves, half[3])
     expected = torch.ops.fastlayers.linear_list_backward(half[3], half[0], half[1], True, True, True)
