@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, devices, graphs, memory.
 
-FASTLAYERS_REQUIRE_CUDA=1 turns skips into failures. The numbers of the ops are tested on the device by `tests/test_ops.py` under `-p tests.on_cuda`.
+FASTLAYERS_REQUIRE_CUDA=1 turns skips into failures. The numbers of the ops are tested on the device by
+`tests/test_ops.py` under `-p tests.on_cuda`.
 """
 
 import os
