@@ -23,8 +23,22 @@ class FusedLinear(nn.Module):
     def __init__(self, layer: nn.Module, part: int | tuple[int, int], spatial: int = 0) -> None:
         super().__init__()
         # In a tuple the layer is no submodule of this one: its parameters are listed once, where it lives.
-        self._layer = (layer,)
+        self._layer: tuple[nn.Module, ...] = (layer,)
         self._part, self._spatial = part, spatial
+
+    @property
+    def _fused(self) -> Any:
+        if not self._layer:
+            raise RuntimeError(
+                "FusedLinear: in a DataParallel replica the layer that this Linear is part of is known only"
+                " once the converted module around it is called; call that first, or revert the conversion"
+            )
+        return self._layer[0]
+
+    def _replicate_for_data_parallel(self) -> "FusedLinear":
+        replica = super()._replicate_for_data_parallel()
+        replica._layer = ()
+        return replica
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._row("weight"), self._row("bias")
@@ -34,13 +48,13 @@ class FusedLinear(nn.Module):
         return F.linear(x.movedim(-1 - self._spatial, -1), weight, bias).movedim(-1, -1 - self._spatial)
 
     def _row(self, name: str) -> Tensor | None:
-        layer = self._layer[0]
+        layer = self._fused
         if isinstance(layer, LinearList):
             return layer._row(name, self._part)  # type: ignore[arg-type]
         return self._view(name)
 
     def _view(self, name: str) -> Tensor | None:
-        tensor = getattr(self._layer[0], name)
+        tensor = getattr(self._fused, name)
         if tensor is None:
             return None
         return tensor[slice(*self._part)] if isinstance(self._part, tuple) else tensor[self._part]
@@ -74,3 +88,14 @@ class FusedLinear(nn.Module):
     def extra_repr(self) -> str:
         part = self._part if isinstance(self._part, int) else "{}:{}".format(*self._part)
         return f"in_features={self.in_features}, out_features={self.out_features}, part={part}"
+
+
+def bind_heads(original: nn.Module, replica: nn.Module, args: Any) -> None:
+    """Give the heads in a DataParallel replica of ``original`` the replicas of their layers.
+
+    A forward pre-hook of replicas: torch makes a module's replicas one by one and only then joins them.
+    """
+    twins: dict[int, Any] = dict(zip(map(id, original.modules()), replica.modules(), strict=True))
+    for head in original.modules():
+        if isinstance(head, FusedLinear) and id(head._fused) in twins:
+            twins[id(head)]._layer = (twins[id(head._fused)],)

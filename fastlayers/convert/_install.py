@@ -178,8 +178,8 @@ def converted_class(
     members: dict[str, Any] = {patch.function: _compile(base, patch) for patch in patches}
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = base.__reduce_ex__(self, protocol)  # type: ignore[misc]
-        return rebuild, (base, patches, references), *state
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        return rebuild, (base, patches, references), *reduced[2:]
 
     def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         stack_old_keys(state_dict, prefix, dict(references))
