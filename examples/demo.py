@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 import fastlayers
 from models.topomad import GraphLSTMVAE, load_paper_checkpoint
 from models.topomad.simulate import simulate
-from models.topomad.training import train_paper
+from models.topomad.training import PAPER_SETTINGS, Trainer
 
 WINDOW, BATCH = 5, 32
 
@@ -93,10 +94,15 @@ def train_and_save(nodes: int, epochs: int, path: Path) -> tuple[Tensor, Tensor]
     clean = values[:200]
     steps = epochs * -(-(len(clean) - WINDOW + 1) // BATCH)
     with tqdm(total=steps, desc="training", file=sys.stderr, disable=None) as bar:
-        train_paper(
-            model, clean, system.edge_index, window=WINDOW, epochs=epochs, batch_size=BATCH,
-            on_step=lambda loss: bar.update() and None,
-        )  # fmt: skip
+        settings = replace(
+            PAPER_SETTINGS,
+            window=WINDOW,
+            epochs=epochs,
+            batch_size=BATCH,
+            learning_rate=1e-2,
+            validation_share=0.0,
+        )
+        Trainer(model, clean, system.edge_index, settings, on_step=lambda loss: bar.update()).run()
     torch.save(model.state_dict(), path)
     return torch.stack([clean[t : t + WINDOW] for t in range(BATCH)]), system.edge_index
 
