@@ -8,6 +8,7 @@
 
 #include "cpu/linear_list.h"
 #include "cpu/micro.h"
+#include "cpu/tiny.h"
 
 namespace fastlayers {
 namespace {
@@ -221,6 +222,9 @@ void multiply_rows(const Product& p, const Range& range) {
 template <class T>
 void forward(const ForwardArgs& args, const Range& range) {
   const Sizes& s = args.sizes;
+  if constexpr (kSame<T, ComputeOf<T>>) {
+    if (tiny_fits<T>(args)) return tiny_forward<T>(args, range);
+  }
   multiply_rows<T, true>({s, s.in, s.out, args.x, args.weight, args.bias, args.out, false}, range);
 }
 
