@@ -23,7 +23,7 @@ _INFIX = {
 _SPACES = (
     ("torch", torch), ("F", F), ("torch.Tensor", torch.Tensor), ("operator", operator),
     ("torch.special", torch.special), ("torch.linalg", torch.linalg), ("torch.fft", torch.fft),
-    ("torch._C._nn", torch._C._nn),
+    ("torch._C._nn", torch._C._nn), ("torch._C.TensorBase", torch._C.TensorBase),
 )  # fmt: skip
 
 
@@ -200,6 +200,8 @@ class _Writer:
         return self._constant(function)
 
     def _constant(self, value: Any) -> str:
+        if inspect.ismethod(value) and inspect.isclass(value.__self__):
+            return f"{self._constant(value.__self__)}.{value.__name__}"
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         found: Any = inspect.sys.modules.get(module or "builtins")  # type: ignore[attr-defined]
         for part in name.split("."):

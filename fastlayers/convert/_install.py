@@ -178,8 +178,8 @@ def converted_class(
     members: dict[str, Any] = {patch.function: _compile(base, patch) for patch in patches}
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = base.__reduce_ex__(self, protocol)
-        return rebuild, (base, patches, references), *reduced[2:]
+        own: Any = base.__reduce_ex__  # for the state: object.__getstate__ is new in Python 3.11
+        return rebuild, (base, patches, references), *own(self, protocol)[2:]
 
     def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         stack_old_keys(state_dict, prefix, dict(references))

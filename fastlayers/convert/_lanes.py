@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ._operations import Lifted, is_view, lift, lift_module
 from ._program import Node, Program, map_nodes, nodes_in
 from ._schedule import Schedule
+from ._trace import spell_path
 
 
 @dataclass(eq=False)
@@ -133,7 +134,13 @@ class Lanes:
         if nodes[0].kind != "module":
             return lift(nodes)
         modules = [self.owner.get_submodule(node.target) for node in nodes]
-        return Lifted(nodes[0].args, nodes[0].kwargs, True) if lift_module(modules) else None
+        if not lift_module(modules):
+            return None
+        places = dict.fromkeys(node.target for node in nodes)
+        if len(places) > 1 and isinstance(modules[0], nn.Dropout):
+            flags = ", ".join(f"{spell_path(path)}.training" for path in places)
+            self.guard(f"len({{{flags}}}) == 1", "one dropout acts for all")
+        return Lifted(nodes[0].args, nodes[0].kwargs, True)
 
     # Operands.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ._joins import Joins
 from ._lanes import Lanes, call
-from ._program import Node, Program
+from ._program import Node, Program, nodes_in
 from ._schedule import Schedule
 from ._survey import Traits
 
@@ -59,7 +59,8 @@ def match(
     for node in calls:
         if node.args[0].dynamic:
             found.refused[node.target] = ("data-dependent", "values decide which rows it is given")
-    calls = [n for n in calls if not n.args[0].dynamic]
+    live = _live(program)
+    calls = [n for n in calls if not n.args[0].dynamic and n in live]
     taken: set[str] = set()
     single_round = _first_rounds(calls, found)
     for group in _groups(single_round, traits, _containers(owner, list(traits))):
@@ -87,6 +88,16 @@ def match(
     for path in taken:
         found.refused.pop(path, None)
     return found
+
+
+def _live(program: Program) -> set[Node]:
+    """The operations whose results are used: by what is returned, or by something with an effect."""
+    live = set(nodes_in(program.result))
+    for node in reversed(program.nodes):
+        if node in live or node.writes or node.random:
+            live.add(node)
+            live.update(node.operands())
+    return live
 
 
 def _plain_call(node: Node) -> bool:

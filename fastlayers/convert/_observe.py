@@ -58,15 +58,15 @@ def observe(model: nn.Module, example_inputs: Any, candidates: dict[str, nn.Modu
     """
     found = Observation(counts=dict.fromkeys(candidates, 0))
     paths = {id(module): path for path, module in model.named_modules()}
-    callers = _Callers(paths)
-    hooks = [
-        module.register_forward_pre_hook(_look(found, path, callers)) for path, module in candidates.items()
-    ]
+    look = _look(found, {id(module): path for path, module in candidates.items()}, _Callers(paths))
+    forwards = {kind: kind.forward for kind in {type(module) for module in candidates.values()}}
+    for kind, forward in forwards.items():
+        kind.forward = _seen(forward, look)
     try:
         _run(model, example_inputs)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for kind, forward in forwards.items():
+            kind.forward = forward
     _take_down(model, example_inputs, found)
     return found
 
@@ -92,10 +92,23 @@ def copy_tensors(value: Any) -> Any:
     return value
 
 
-def _look(found: Observation, path: str, callers: "_Callers") -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
+def _seen(forward: Callable[..., Any], look: Callable[[nn.Module], None]) -> Callable[..., Any]:
+    """A Linear's forward that is seen being called, also where people call it without the module."""
+
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        look(module)
+        return forward(module, *args, **kwargs)
+
+    return watched
+
+
+def _look(found: Observation, candidates: dict[int, str], callers: "_Callers") -> Callable[[nn.Module], None]:
+    def look(module: nn.Module) -> None:
+        path = candidates.get(id(module))
+        if path is None:
+            return
         found.counts[path] += 1
-        chain, line = callers.of(sys._getframe(1))
+        chain, line = callers.of(sys._getframe(2))
         if chain and path not in found.sites:
             found.sites[path] = line
         for level, key in enumerate(reversed(chain)):
@@ -103,7 +116,7 @@ def _look(found: Observation, path: str, callers: "_Callers") -> Callable[..., N
             function.depth = max(function.depth, level)
             function.linears.setdefault(path)
 
-    return hook
+    return look
 
 
 class _Callers:
@@ -113,9 +126,8 @@ class _Callers:
         self.paths = paths
         self._last: tuple[Any, list[tuple[str, str]]] = (None, [])
 
-    def of(self, frame: Any) -> tuple[list[tuple[str, str]], str]:
+    def of(self, inner: Any) -> tuple[list[tuple[str, str]], str]:
         """The methods, as (module path, name), and where in the innermost the call stands."""
-        inner: Any = frame
         while inner is not None and _method(inner, self.paths) is None:
             inner = inner.f_back
         if inner is None:
@@ -139,16 +151,16 @@ class _Callers:
 
 def _method(frame: Any, paths: dict[int, str]) -> tuple[str, str] | None:
     """The module and name, if a frame runs a method of one of the model's modules."""
-    code = frame.f_code
+    code, name = frame.f_code, frame.f_code.co_name
     if not code.co_varnames or code.co_argcount == 0:
         return None
     module = frame.f_locals.get(code.co_varnames[0])
     if not isinstance(module, nn.Module) or id(module) not in paths:
         return None
-    method = getattr(type(module), code.co_name, None)
-    if getattr(method, "__code__", None) is not code or code.co_name in _INTERNAL:
+    method = getattr(type(module), name, None)
+    if getattr(method, "__code__", None) is not code or name in _INTERNAL:
         return None
-    return paths[id(module)], code.co_name
+    return paths[id(module)], name
 
 
 _INTERNAL = {"_call_impl", "_wrapped_call_impl", "__call__"}

@@ -84,6 +84,7 @@ class _Planner:
         self.reasons: dict[str, tuple[str, str]] = {}
         self.rewrites: list[Rewrite] = []
         self.names: set[str] = set()
+        self.read: set[str] = set()
         self.tried: dict[Any, Outcome] = {}
         self.holders = known.holders(model)
 
@@ -187,6 +188,7 @@ class _Planner:
             for module, mode in modes:
                 module.training = mode
         check_spelling(program)
+        self.read.update(lead + node.target for node in program.nodes if node.kind == "tensor")
         return match(owner, program, traits, tracer.pin_shapes, lambda paths: self._is_list(lead, paths))
 
     def _is_list(self, lead: str, paths: Sequence[str]) -> bool:
@@ -255,7 +257,9 @@ class _Planner:
             module, _, name = path.rpartition(".")
         parent, _, last = module.rpartition(".")
         text = spell_path(module) if lead + parent not in whole else f"{spell_path(parent)}[{last}]"
-        return f"{text}.{name}" if name else text
+        if not name:
+            return text
+        return f"{text}.{name}" if name.isidentifier() else f"getattr({text}, {name!r})"
 
     # Accounting.
 
@@ -270,6 +274,8 @@ class _Planner:
     def _reason(self, path: str, gone: set[str]) -> tuple[str, str]:
         if path in self.reasons and not (self.reasons[path][0] == "chain" and not _numbered(path)):
             return self.reasons[path]
+        if self.seen.counts[path] == 0 and f"{path}.weight" in self.read:
+            return "functional-use", "its weight is read, and it is never called"
         if self.seen.counts[path] == 0:
             return "unused", "the example inputs never call it"
         traits, parent = self.known.traits[path], path.rpartition(".")[0]

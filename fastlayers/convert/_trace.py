@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,8 @@ _FACTORIES = [
 _SHAPE_SOURCES = ("shape", "size", "numel", "nelement", "stride", "dtype", "device", "is_cuda")
 
 
+# Contexts that may change nothing in the trace and much in a later call.
+_CONTEXTS: tuple[Any, ...] = (torch.autocast, torch.enable_grad, torch.inference_mode)
 # Candidates whose forward people also call directly.
 _LEAF_KINDS: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -70,7 +73,7 @@ class Tracer:
         self._busy = False
         self._pinned = False
         self._inputs: list[Node] = []
-        self._grad_enabled = torch.is_grad_enabled()
+        self._modes: tuple[Any, ...] = ()
 
     # What the stand-ins call.
 
@@ -137,10 +140,32 @@ class Tracer:
                 named[name] = given[name]
             else:
                 positional.append(given[name])
-        with self._watching():
+        before, drawn = self._attributes(), _python_randomness()
+        with torch.enable_grad(), self._watching():
+            self._modes = _modes()
             result = function(self.owner, *positional, **named)
         self.program.result = self._unwrap(result)
+        if _python_randomness() != drawn:
+            raise Untraceable("data-dependent", "it draws random numbers from Python or numpy")
+        after = self._attributes()
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if changed:
+            raise Untraceable("call-site-not-traced", f"it changes the attribute {changed[0]!r}")
         return self.program
+
+    def _attributes(self) -> dict[str, Any]:
+        """What the followed modules hold, down to the items of plain containers, by identity."""
+        found = {}
+        for module in self._modules_followed():
+            for name, value in vars(module).items():
+                key = f"{self.followed[id(module)]}.{name}".strip(".")
+                items: Any = None
+                if type(value) in (list, tuple, set):
+                    items = tuple(map(id, value))
+                elif isinstance(value, dict):
+                    items = tuple((k, id(v)) for k, v in value.items())
+                found[key] = (id(value), items)
+        return found
 
     def _input(self, expression: str, value: Any) -> Any:
         """Stand-ins for the tensors of an argument; guards for all else."""
@@ -224,7 +249,25 @@ class Tracer:
 
             return wrapped
 
+        apply = torch.autograd.Function.__dict__["apply"]
+
+        def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            run = apply.__get__(None, kind)
+            if tracer._busy or not any(proxies_in((args, kwargs))):
+                return run(*args, **kwargs)
+            return tracer._record("call", kind.apply, args, kwargs, run)
+
+        contexts = {kind: kind.__enter__ for kind in _CONTEXTS}
+
+        def enter(context: Any) -> Any:
+            if tracer._busy:
+                return contexts[type(context)](context)
+            raise tracer.untraceable(f"it enters torch.{type(context).__name__}")
+
         classes = [(module, type(module)) for module in self._modules_followed()]
+        for kind in contexts:
+            kind.__enter__ = enter
+        torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[assignment]
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         for kind, forward in forwards.items():
             kind.forward = leaf_forward(forward)
@@ -236,6 +279,9 @@ class Tracer:
             with Mode():
                 yield
         finally:
+            for kind, entered in contexts.items():
+                kind.__enter__ = entered
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             for module, kind in classes:
                 module.__class__ = kind
             for name, function in factories.items():
@@ -280,8 +326,8 @@ class Tracer:
     def _record(
         self, kind: str, target: Any, args: Any, kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        if torch.is_grad_enabled() != self._grad_enabled:
-            raise self.untraceable("it switches gradients on or off")
+        if _modes() != self._modes:
+            raise self.untraceable("it switches gradients or autocast on or off")
         args, kwargs = self._unwrap(tuple(args)), self._unwrap(dict(kwargs))
         node = Node(kind, target, args, kwargs, line=self._line())
         self._busy = True
@@ -434,6 +480,18 @@ class Tracer:
         if frame is None:
             return ""
         return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _modes() -> tuple[Any, ...]:
+    """What contexts can switch: gradients, inference mode and autocast of each kind of device."""
+    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
+
+
+def _python_randomness() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (*state[:1], state[1].tobytes(), *state[2:])
 
 
 _SPELLED = {
