@@ -27,6 +27,31 @@ def run_pytest(*arguments: str) -> str:
     return done.stdout
 
 
+REFUSED = """
+import os, torch, fastlayers.ops
+torch.ops.load_library(os.environ["EMULATED"])
+x, weight = torch.zeros(4, 3, 2), torch.zeros(3, 5, 2)
+wrong = [torch.zeros(size) for size in ((5, 3, 5), (4, 3, 4), (4, 2, 5))]
+for grad_out in (*wrong, torch.zeros(4, 3, 5).double()):
+    try:
+        torch.ops.fastlayers.linear_list_backward(grad_out, x, weight, True, True, True)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def test_backward_refuses_what_does_not_fit() -> None:
+    """Called past ops.py, the op must not read beyond its operands."""
+    environment = {**os.environ, "FASTLAYERS_NO_EXT": "1", "EMULATED": str(build_library())}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    *shapes, dtype = done.stdout.strip().splitlines()
+    assert len(shapes) == 3 and all("grad_out must be (*, N, O) with x's leading" in line for line in shapes)
+    assert "grad_out must have x's dtype and device" in dtype
+
+
 def test_the_ops_are_the_cuda_library() -> None:
     names = "accurate and (odd or seven or heads or leading or empty) or only_the_gradients"
     assert "passed" in run_pytest("tests/test_ops.py", "-k", names)

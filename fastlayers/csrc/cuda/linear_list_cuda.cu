@@ -147,10 +147,11 @@ std::tuple<Tensor, Tensor, Tensor> linear_list_backward_cuda(const Tensor& grad_
                                                              bool need_weight, bool need_bias) {
   const Call call = check(x, weight);
   const Shape& shape = call.shape;
-  const int64_t dim = grad_out.dim();
-  STD_TORCH_CHECK(
-      dim == x.dim() && grad_out.size(dim - 1) == weight.size(1) && grad_out.size(dim - 2) == shape.linears,
-      "linear_list_backward: grad_out must be (*, N, O)");
+  const int64_t dim = x.dim();
+  bool fits = grad_out.dim() == dim && grad_out.size(dim - 1) == weight.size(1) &&
+              grad_out.size(dim - 2) == shape.linears;
+  for (int64_t d = 0; fits && d < dim - 2; ++d) fits = grad_out.size(d) == x.size(d);
+  STD_TORCH_CHECK(fits, "linear_list_backward: grad_out must be (*, N, O) with x's leading dimensions");
   check_like(grad_out, x, "grad_out");
   const DeviceGuard guard(x.get_device_index());
   // grad_x of a shared input sums over the list, and so over all blocks: that is a GEMM's work.
