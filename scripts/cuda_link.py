@@ -43,6 +43,7 @@ def main() -> int:
     os.environ["FASTLAYERS_REQUIRE_EXT"] = "1"
     _build.build(work, work / "ninja", ("cuda",))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FASTLAYERS_NO_EXT": "1"}
+    del environment["FASTLAYERS_REQUIRE_EXT"]  # this library is loaded by its path
     library = str(work / _build.LIBRARIES["cuda"])
     return subprocess.run([str(python), "-c", LOAD, library], env=environment, cwd=work).returncode
 
