@@ -1,4 +1,4 @@
-"""The structure of the authors' TopoMAD, to measure against: same model, same numbers, their way of running it.
+"""The authors' structure of TopoMAD, to measure against: the same model and numbers, run their way.
 
 A batch of graphs is put together from single ones at every cell of every time step, graph layers are
 torch-geometric's, every node's linear is called by itself, and outputs are written step by step into a buffer

@@ -160,12 +160,12 @@ class GraphLSTMVAE(nn.Module):
         # The latent vector gives the last time step; from there the decoder walks backwards in time.
         if self.training and use_teacher_forcing:
             decoded, _ = self.decoder(sequence[1:].flip(0), states, graph)
-            emitted = self._emit(torch.cat([latent[None], decoded]))
+            emitted = self.emit(torch.cat([latent[None], decoded]))
         else:
-            steps = [self._emit(latent[None])]
+            steps = [self.emit(latent[None])]
             for _ in range(windows.shape[1] - 1):
                 decoded, states = self.decoder(steps[-1][0], states, graph)
-                steps.append(self._emit(decoded))
+                steps.append(self.emit(decoded))
             emitted = tuple(torch.cat(parts) for parts in zip(*steps, strict=True))
         output, *output_logvar = (tensor.flip(0).transpose(0, 1) for tensor in emitted)
         return output, latent, *moments, *output_logvar
@@ -174,21 +174,32 @@ class GraphLSTMVAE(nn.Module):
         self, sequence: Tensor, graph: Graph | Tensor, eps: Tensor | None = None
     ) -> tuple[Tensor, list[State], tuple[Tensor, ...]]:
         """Encode (T, B, N, M): the latent vector (B, N, H), the decoder's first states, and (mu, logvar)."""
-        zeros = sequence.new_zeros(sequence.shape[1], self.num_nodes, self.hidden_features)
-        start = [State(zeros, zeros)] * len(self.encoder.cell_list)
-        encoded, states = self.encoder(sequence, start, graph)
-        latent, moments = encoded[-1], ()
+        latent, states, moments = self._run_encoder(sequence, graph)
         if self.variational:
-            if self.options.node_heads == "stacked":
-                mu, logvar = self.latent_heads(latent).chunk(2, dim=-1)
-            else:
-                mu, logvar = self.deal_list(self.mu, latent), self.deal_list(self.logvar, latent)
+            mu, logvar = moments
             noise = torch.randn_like(mu) if eps is None else eps
             latent = mu + noise * torch.exp(logvar if self.options.std_is_exp_logvar else logvar / 2)
-            moments = (mu, logvar)
         if self.options.latent_to_decoder:
             states = [State(torch.tanh(latent), latent)] * len(states)
         return latent, states, moments
+
+    def encode_moments(self, sequence: Tensor, graph: Graph | Tensor) -> tuple[Tensor, ...]:
+        """Encode (T, B, N, M): mu and logvar of the latent vector, (B, N, H); () if not variational."""
+        return self._run_encoder(sequence, graph)[2]
+
+    def _run_encoder(
+        self, sequence: Tensor, graph: Graph | Tensor
+    ) -> tuple[Tensor, list[State], tuple[Tensor, ...]]:
+        zeros = sequence.new_zeros(sequence.shape[1], self.num_nodes, self.hidden_features)
+        start = [State(zeros, zeros)] * len(self.encoder.cell_list)
+        encoded, states = self.encoder(sequence, start, graph)
+        if not self.variational:
+            return encoded[-1], states, ()
+        if self.options.node_heads == "stacked":
+            mu, logvar = self.latent_heads(encoded[-1]).chunk(2, dim=-1)
+        else:
+            mu, logvar = self.deal_list(self.mu, encoded[-1]), self.deal_list(self.logvar, encoded[-1])
+        return encoded[-1], states, (mu, logvar)
 
     def loss(
         self,
@@ -235,7 +246,7 @@ class GraphLSTMVAE(nn.Module):
             return self.prepare_graph(edge_index)
         return batch_edges(edge_index, self.num_nodes, windows.shape[0])
 
-    def _emit(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def emit(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Map h (T, B, N, H) to the metrics' mean and, where variational, log-variance: (T, B, N, M) each."""
         if self.options.node_heads == "stacked":
             emitted = self.output_heads(hidden)

@@ -124,12 +124,19 @@ class Trainer:
         self.best_loss, self.best_epoch = math.inf, -1
         self.best_weights = self._weights()
 
-    def run(self, checkpoint: str | os.PathLike[str] | None = None) -> list[Epoch]:
+    def run(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        on_epoch: Callable[[Epoch], object] | None = None,
+    ) -> list[Epoch]:
         """Train to the end, from `checkpoint` where that exists, and put the best weights back."""
         if checkpoint is not None and Path(checkpoint).exists():
             self.load(checkpoint)
         while not self.finished:
-            self.run_epoch()
+            epoch = self.run_epoch()
+            if on_epoch is not None:
+                on_epoch(epoch)
             if checkpoint is not None and self.rank == 0:
                 self.save(checkpoint)
         self.model.load_state_dict(self.best_weights)
