@@ -164,7 +164,11 @@ def _read_csv(path: Path) -> Any:
 
 
 def _from_array(data: Any, nodes: Sequence[str] | None, metrics: Sequence[str] | None) -> Metrics:
-    values = torch.as_tensor(data)
+    if not isinstance(data, Tensor):
+        import numpy
+
+        data = torch.from_numpy(numpy.array(data, dtype="float32"))
+    values = data
     if values.dim() != 3 or 0 in values.shape:
         raise ValueError(f"X must be (T, N, M), none of them 0, got {tuple(values.shape)}")
     shape = values.shape[1:]

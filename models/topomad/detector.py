@@ -218,8 +218,8 @@ class TopoMAD:
     def score_next(self, rows: Any) -> np.ndarray:
         """Score rows as they come: (N, M) or (K, N, M), or a frame of K rows -> (K,).
 
-        Scores are those that `decision_function` gives for all rows since the last `reset_stream` (other draws
-        where `samples` is not 0); each row costs one window.
+        Scores are those that `decision_function` gives for all rows since the last `reset_stream` (with other
+        draws where `samples` is not 0); each row costs one window.
         """
         if hasattr(rows, "ndim") and not hasattr(rows, "columns") and rows.ndim == 2:
             rows = rows[None]

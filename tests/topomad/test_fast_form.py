@@ -55,7 +55,7 @@ def test_outputs_loss_and_gradients(kind, edges, forced):
     torch.manual_seed(0)
     num_nodes = int(edges.max()) + 1
     plain, fast = twins(kind, num_nodes)
-    windows, eps = torch.randn(4, 6, num_nodes, 4), torch.randn(4, num_nodes, 3)
+    windows, eps = torch.randn(3, 4, num_nodes, 4), torch.randn(3, num_nodes, 3)
     reference, envelope = one_ulp_envelope(
         plain, windows, lambda model, moved: numbers(model, moved, edges, eps, forced)
     )
@@ -104,8 +104,8 @@ def test_training_curves_agree(kind):
     torch.manual_seed(3)
     plain, fast = twins(kind, dtype=torch.float64)
     series = torch.randn(60, 5, 4, dtype=torch.float64).cumsum(0) / 5
-    starts = torch.randint(0, 54, (50, 8))
-    noise = torch.randn(50, 8, 5, 3, dtype=torch.float64)
+    starts = torch.randint(0, 56, (50, 4))
+    noise = torch.randn(50, 4, 5, 3, dtype=torch.float64)
     curves = [train(model, series, starts, noise) for model in (plain, fast)]
     assert curves[0][-1] < curves[0][0]
     for a, b in zip(*curves, strict=True):
@@ -116,7 +116,7 @@ def train(model, series, starts, noise):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for first, eps in zip(starts, noise, strict=True):
-        windows = series[first[:, None] + torch.arange(6)]
+        windows = series[first[:, None] + torch.arange(4)]
         loss = model.loss(windows, model(windows, DENSE, eps=eps))
         optimizer.zero_grad()
         loss.backward()
