@@ -86,6 +86,60 @@ class MonarchLinear(nn.Module):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        in_dims: Sequence[int] | None = None,
+        out_dims: Sequence[int] | None = None,
+        rank: int | None = None,
+        params: float | None = None,
+        weight_tolerance: float | None = None,
+        output_tolerance: float | None = None,
+        calibration: "Tensor | Iterable[Tensor] | None" = None,
+        gram: Tensor | None = None,
+        grouping: str | None = "strided",
+    ) -> "MonarchLinear":
+        """The Monarch layer nearest to a dense one; lossy, see ``.projection`` of the result for how much.
+
+        Args:
+            linear: left as it is; its bias, dtype, device and ``requires_grad`` carry over.
+            in_dims, out_dims: the dims; without them every grid of 1 to 64 output and input groups is tried,
+                plain low rank among them, and the least error among the nearly fastest taken.
+            rank, params, weight_tolerance, output_tolerance: one of them sets the rank. ``params``: the
+                largest that keeps this share of the dense weight's parameters. A tolerance: the least whose
+                relative error, of the weight (Frobenius) or of the output (root mean square over the
+                calibration inputs), is at most this. With dims and none of them: 1.
+            calibration: inputs of the layer, (*, in_features), as one tensor or an iterable. The layer then
+                reproduces the outputs on these inputs and no longer the weight (two dims only; with
+                more, and with ``weight_tolerance``, they serve to measure).
+            gram: instead of calibration, the mean of x x^H over them, (in_features, in_features).
+            grouping: "strided", "contiguous", or None for the better.
+
+        Without calibration, two dims give the global optimum and more give one within sqrt(N - 1) of it,
+        lowered by sweeps; ``.projection.best_possible`` bounds what any factors could reach. Computed in
+        float64.
+
+        Raises:
+            TypeError: linear is no ``nn.Linear``.
+            ValueError: arguments that contradict each other, or a share of parameters that no layer keeps.
+        """
+        from ._projection import project
+
+        return project(
+            linear,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            rank=rank,
+            params=params,
+            weight_tolerance=weight_tolerance,
+            output_tolerance=output_tolerance,
+            calibration=calibration,
+            gram=gram,
+            grouping=grouping,
+        )
+
     def reset_parameters(self) -> None:
         """Draw the factors as ``init`` says, and the bias as ``nn.Linear`` does."""
         # A product of N factors has the variance of the product. Zeros of the padding carry no variance.
