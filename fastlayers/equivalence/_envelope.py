@@ -18,7 +18,7 @@ CHANGES = 3  # random one-ulp changes that are tried
 class Envelope:
     """Callable on a `Slot`: per element, the largest change. The runs are made when first asked for.
 
-    `options` are those of the base run; a subject of a `widened` run is widened for it unless it stays so.
+    `options` are those of the base run.
     """
 
     def __init__(
@@ -41,29 +41,19 @@ class Envelope:
         return torch.stack([change, change], dim=-1) if base.is_complex() else change
 
     def _changed_runs(self) -> list[Run]:
-        widen = self._options.get("widened", False) and not self._subject.widened
-        if widen:
-            self._subject.widen()
-        try:
-            runs = [self._changed_run(torch.Generator().manual_seed(seed)) for seed in range(CHANGES)]
-        finally:
-            if widen:
-                self._subject.narrow()
+        widened = self._options.get("widened", False)
+        self._subject.widen() if widened else self._subject.narrow()
+        runs = [self._changed_run(torch.Generator().manual_seed(seed)) for seed in range(CHANGES)]
         return [run for run in runs if run is not None]
 
     def _changed_run(self, generator: torch.Generator) -> Run | None:
-        kept = [(p, p.data) for _, p in self._subject.parameters if is_differentiable(p)]
         target = wide if self._options.get("widened", False) else (lambda dtype: dtype)
         inputs = copy_with(self._runner.inputs, lambda t: _change(t.detach().to(target(t.dtype)), generator))
         try:
-            for parameter, value in kept:
-                parameter.data = _change(value, generator)
-            return self._runner.run(self._subject, self._mode, inputs=inputs, **self._options)
+            with self._subject.changed(lambda t: _change(t, generator)):
+                return self._runner.run(self._subject, self._mode, inputs=inputs, **self._options)
         except Exception:
             return None  # a model that checks its numbers may refuse changed ones
-        finally:
-            for parameter, value in kept:
-                parameter.data = value
 
 
 def _change(t: Tensor, generator: torch.Generator) -> Tensor:

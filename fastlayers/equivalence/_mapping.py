@@ -6,7 +6,6 @@ Everything follows from `param_map`, `{old name: (new name, index, shape)}`: `ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Mapping as MappingType
 from dataclasses import dataclass
 from typing import Any
@@ -90,23 +89,21 @@ class Mapping:
         used = {target for target, _, _ in self._map.values()}
         self.added = [name for name in new if name not in used and name not in old]
         self.groups = self._grouped({name: t for name, t in old.items() if name not in self.lost})
+        self._group_of = {name: (group, k) for group in self.groups for k, name in enumerate(group.old)}
         self.sites = self._find_sites(original)
 
-    def by_old_name(self, values: MappingType[str, Tensor | None]) -> Callable[[str], Tensor | None]:
-        """The converted model's tensors, by the original's names."""
-        groups = {name: (group, k) for group in self.groups for k, name in enumerate(group.old)}
-        taken: dict[Group, Tensor | None] = {}
-
-        def find(name: str) -> Tensor | None:
-            if name not in groups:
-                return None
-            group, k = groups[name]
-            if group not in taken:
-                taken[group] = group.take_new(values)
-            tensor = taken[group]
-            return tensor if tensor is None or group.index is None else tensor[k]
-
-        return find
+    def stack(self, values: MappingType[str, Tensor | None], names: list[str]) -> Tensor | None:
+        """The converted model's tensors for the original's `names`, stacked; None where one is missing."""
+        found = [self._group_of[name] for name in names]
+        group = found[0][0]
+        if group.index is not None and all(other is group for other, _ in found):
+            taken, rows = group.take_new(values), [k for _, k in found]
+            if taken is None or rows == list(range(taken.shape[0])):
+                return taken
+            return taken[rows]
+        singles = [group.take_new(values) for group, _ in found]
+        present = [t for t in singles if t is not None]
+        return torch.stack(present) if len(present) == len(singles) else None
 
     def _grouped(self, tensors: dict[str, Tensor]) -> list[Group]:
         stacks: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}

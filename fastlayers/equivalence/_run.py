@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,9 +61,10 @@ class Runner:
     ) -> Run:
         """Run `subject` in `mode` and put it back; whatever the model raises passes through.
 
-        `widened`: inputs and gradients in float64, for a subject that is; `mapped`: float32 in the code means
-        float64 too. `record`, `replay` or make `constant` random draws; `inputs` instead of the runner's own.
+        `widened`: in float64; `mapped`: float32 in the code means float64 too. `record`, `replay` or make
+        `constant` random draws; `inputs` instead of the runner's own.
         """
+        subject.widen() if widened else subject.narrow()
         subject.set_mode(mode)
         self._random_state.restore()
         given = self.inputs if inputs is None else inputs
@@ -80,11 +82,12 @@ class Runner:
             return value.clone()  # no leaf, so that the model may write into it
 
         arguments = copy_with(given, fresh)
-        if taps is None and subject.cheap_slices and grad and backward:
-            taps = Taps(subject.model, dict.fromkeys(subject.cheap_slices, False))
+        if taps is None:
+            taps = Taps(subject.model, (), subject.cheap_slices if grad else ())
         replaying = None if replay is None else replay.replay()
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(_without_collector())
                 stack.enter_context(torch.set_grad_enabled(grad))
                 stack.enter_context(quiet())
                 if mapped:
@@ -95,7 +98,7 @@ class Runner:
                     stack.enter_context(ConstantDraws())
                 if replaying is not None:
                     stack.enter_context(replaying)
-                with taps if taps is not None else contextlib.nullcontext():
+                with taps:
                     output = (
                         subject.model(**arguments)
                         if isinstance(arguments, dict)
@@ -103,7 +106,8 @@ class Runner:
                     )
                 result = _summary(output, widened)
                 if grad and backward:
-                    self._backward(subject, output, result, given, leaves)
+                    self._backward(output, result, given, leaves)
+                    result.parameter_grads = subject.gradients(taps.called)
         finally:
             moved = self._random_state.moved()
             self._random_state.restore()
@@ -114,9 +118,7 @@ class Runner:
         result.draw_mismatch = "" if replaying is None else replaying.mismatch
         return result
 
-    def _backward(
-        self, subject: Subject, output: Any, result: Run, given: Any, leaves: list[tuple[Tensor, Tensor]]
-    ) -> None:
+    def _backward(self, output: Any, result: Run, given: Any, leaves: list[tuple[Tensor, Tensor]]) -> None:
         targets = [(path, t) for path, t in tensors(output) if is_differentiable(t) and t.requires_grad]
         result.differentiable = [path for path, _ in targets]
         if targets:
@@ -125,9 +127,6 @@ class Runner:
         for path, tensor in tensors(given):
             if is_differentiable(tensor):
                 result.input_grads[path] = by_tensor[id(tensor)]
-        for name, parameter in subject.parameters:
-            if parameter.requires_grad:
-                result.parameter_grads[name] = parameter.grad
 
     def _loss(self, outputs: list[Tensor]) -> Tensor:
         """A made-up loss whose gradients are the same numbers, exact in half types, in every run."""
@@ -160,6 +159,18 @@ def _described(value: Any) -> str:
         return "Tensor"
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return f"{kind} {value!r}" if isinstance(value, (bool, int, str, type(None))) else kind
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A graph of 10,000 Linears is so many objects that Python's collector takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

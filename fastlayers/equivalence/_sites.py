@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._expected import Expected, expected_grad_bias, expected_grad_weight, expected_grad_x, expected_output
 from ._judge import Judgement, judge
@@ -19,35 +19,35 @@ from ._mapping import Site
 from ._taps import Call, Taps
 
 SAMPLE = 128  # of a longer list, this many of the original's Linears say how large its error is
-BUDGET = 2**22  # elements of a quantity that are judged in float64; of more, a sample of the linears
+BUDGET = 2**20  # elements of a quantity that are judged in float64; of more, a sample of the linears
 
-Gradients = Callable[[str], "Tensor | None"]
+Stacked = Callable[[list[str]], "Tensor | None"]  # parameter names of the original -> their tensors, stacked
 
 
-def tapped_linears(sites: list[Site], seed: int) -> dict[str, bool]:
-    """The original's Linears to tap, and of which the calls are kept."""
+def tapped_linears(sites: list[Site], seed: int) -> list[str]:
+    """The original's Linears whose calls are kept: all, or a sample of a long list."""
     chosen = random.Random(seed)
-    paths = {}
+    paths: list[str] = []
     for site in sites:
-        kept = range(len(site.linears))
-        sample = set(kept) if len(kept) <= SAMPLE else {0, len(kept) - 1, *chosen.sample(kept, SAMPLE - 2)}
-        paths.update({path: k in sample for k, path in enumerate(site.linears)})
+        every = range(len(site.linears))
+        sample = every if len(every) <= SAMPLE else {0, len(every) - 1, *chosen.sample(every, SAMPLE - 2)}
+        paths += [site.linears[k] for k in sample]
     return paths
 
 
 def judge_site(
     site: Site,
-    original: nn.Module,
+    weights: Stacked,
     taps: tuple[Taps, Taps],
-    gradients: tuple[Gradients, Gradients],
+    gradients: tuple[Stacked, Stacked],
     seed: int = 0,
 ) -> list[Judgement] | str:
     """Judge output, grad_x, grad_weight and grad_bias of one site; or say why that cannot be done.
 
-    `original` holds the weights; `taps` and `gradients` are the original's and the converted model's, the
-    latter both by the original's parameter names.
+    `weights` are the original's; `taps` and `gradients` the original's and the converted model's, the latter
+    both by the original's parameter names.
     """
-    kept = [k for k, path in enumerate(site.linears) if taps[0].by_path[path].keep]
+    kept = [k for k, path in enumerate(site.linears) if path in taps[0].by_path]
     calls = _calls_of_linears([taps[0].by_path[site.linears[k]].calls for k in kept])
     new_calls = _calls_of_layer(site, taps[1].by_path[site.path].calls)
     for found in (calls, new_calls):
@@ -60,8 +60,8 @@ def judge_site(
     if limit < len(judged):
         judged = sorted(random.Random(seed).sample(judged, limit))
     new_calls = new_calls.select([site.index[k] for k in judged])
-    old = _Side.of(site, original, kept, calls, gradients[0])
-    new = _Side.of(site, original, judged, new_calls, gradients[1])
+    old = _Side.of(site, weights, kept, calls, gradients[0])
+    new = _Side.of(site, weights, judged, new_calls, gradients[1])
     all_judged = len(judged) == new_calls.output.shape[1] == len(site.linears)
     same = kept == judged and new.given_the_same(old)
     results = []
@@ -110,16 +110,15 @@ class _Side:
     grad_bias: Tensor | None
 
     @staticmethod
-    def of(site: Site, original: nn.Module, chosen: list[int], calls: _Calls, gradients: Gradients) -> _Side:
-        def stacked(leaf: str, pick: Gradients) -> Tensor | None:
-            found = [pick(f"{site.linears[k]}.{leaf}") for k in chosen]
-            present = [t.detach() for t in found if t is not None]
-            return torch.stack(present) if len(present) == len(found) else None
-
-        weight = stacked("weight", original.get_parameter)
+    def of(site: Site, weights: Stacked, chosen: list[int], calls: _Calls, gradients: Stacked) -> _Side:
+        names = {leaf: [f"{site.linears[k]}.{leaf}" for k in chosen] for leaf in ("weight", "bias")}
+        weight = weights(names["weight"])
         assert weight is not None
-        bias = stacked("bias", original.get_parameter) if site.bias else None
-        return _Side(calls, weight, bias, stacked("weight", gradients), stacked("bias", gradients))
+        if not site.bias:
+            return _Side(calls, weight, None, gradients(names["weight"]), None)
+        return _Side(
+            calls, weight, weights(names["bias"]), gradients(names["weight"]), gradients(names["bias"])
+        )
 
     @property
     def shared(self) -> bool:

@@ -7,14 +7,12 @@ buffer. The numbers are the same; so is the graph's order, also inside a loop ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-SLICES_FROM = 64  # take slices out of their base from this many Linears on; fewer cost autograd little
 
 
 @dataclass
@@ -29,57 +27,68 @@ class Call:
 
 @dataclass
 class Tap:
-    """Collects the calls of one module; `keep=False` only makes its slices cheap."""
+    """Collects the calls of one module."""
 
     calls: list[Call] = field(default_factory=list)
-    keep: bool = True
 
 
 class Taps:
-    """Context manager: taps on the given modules of one model while it runs once."""
+    """Context manager: taps on some modules of a model while it runs, and cheap slices for some Linears."""
 
-    def __init__(self, model: nn.Module, paths: dict[str, bool]) -> None:
-        """`paths`: module path -> whether its calls are kept."""
-        self.by_path = {path: Tap(keep=keep) for path, keep in paths.items()}
-        self._modules = {path: model.get_submodule(path) for path in paths}
-        self._sliced = len(paths) >= SLICES_FROM
-        self._slices: _Slices | None = None
+    def __init__(self, model: nn.Module, kept: Iterable[str], cheap_slices: Iterable[str] = ()) -> None:
+        """`kept`: paths of modules whose calls are kept; `cheap_slices`: of plain Linears."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.by_path = {path: Tap() for path in kept}
+        self._kept = {path: modules[path] for path in self.by_path}
+        self._cheap = {path: modules[path] for path in cheap_slices}
+        self.called: set[str] = set()
+        self._slices = _Slices()
         self._handles: list[Any] = []
 
-    def forget(self) -> None:
-        """Drop the calls kept so far."""
-        for tap in self.by_path.values():
-            tap.calls.clear()
-
     def __enter__(self) -> Taps:
-        self.forget()
-        self._slices = _Slices() if self._sliced else None
+        self.called, self._slices = set(), _Slices()
         for path, tap in self.by_path.items():
-            module = self._modules[path]
-            if tap.keep or self._slices is not None:
-                self._handles.append(module.register_forward_pre_hook(self._before(tap)))
-            if tap.keep:
-                self._handles.append(module.register_forward_hook(_after(tap)))
+            tap.calls.clear()
+            module = self._kept[path]
+            self._handles.append(module.register_forward_pre_hook(self._before(path, tap)))
+            self._handles.append(module.register_forward_hook(_after(tap)))
+        for path, module in self._cheap.items():
+            if path not in self.by_path:  # hooks cost twice what this does
+                module.__dict__["forward"] = self._forward(path, module._parameters)
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._slices = None
+        for module in self._cheap.values():
+            module.__dict__.pop("forward", None)
+        self._slices = _Slices()
 
-    def _before(self, tap: Tap) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+    def _forward(self, path: str, parameters: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+        """`nn.Linear.forward`, of a slice that is taken out of its base."""
+        called, slices = self.called, self._slices
+
+        def forward(input: Tensor) -> Tensor:
+            called.add(path)
+            return nn.functional.linear(slices.take(input), parameters["weight"], parameters["bias"])
+
+        return forward
+
+    def _before(self, path: str, tap: Tap) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        cheap = path in self._cheap
+
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            self.called.add(path)
             if not args or not isinstance(args[0], Tensor):
                 return None
             x = args[0]
             if x.requires_grad and torch.is_grad_enabled():
-                sliced = None if self._slices is None else self._slices.take(x)
                 # An alias, so that the gradient of this call is told apart from x's other uses.
-                x = sliced if sliced is not None else x.view_as(x)
-            if tap.keep:
-                tap.calls.append(Call(x, x))
-            return None if x is args[0] else (x, *args[1:])
+                x = self._slices.take(x) if cheap else x
+                x = x.view_as(x)
+            tap.calls.append(Call(x, x))
+            return (x, *args[1:])
 
         return hook
 
@@ -106,10 +115,11 @@ class _Slices:
         self._parts: dict[tuple[int, int, int, int | None], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._anchors: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
 
-    def take(self, x: Tensor) -> Tensor | None:
+    def take(self, x: Tensor) -> Tensor:
+        """The same slice, or x itself where it is none."""
         base = x._base
-        if base is None or not base.requires_grad:
-            return None
+        if base is None or not base.requires_grad or not torch.is_grad_enabled():
+            return x
         place = _place(x, base)
         if place is not None:  # all slices at once: one node of the graph, one gradient
             dim, length, index = place
@@ -119,7 +129,7 @@ class _Slices:
                 self._parts[key] = base, parts
             return self._parts[key][1][index]
         if not _is_dense(base) or _overlaps(x):
-            return None
+            return x
         base_key = (id(base), base._version)
         if base_key not in self._anchors:
             grads: list[Tensor] = []

@@ -18,7 +18,7 @@ from ._report import ACCEPTED, Check, Report
 from ._run import Inputs, Run, Runner
 from ._sites import judge_site, tapped_linears
 from ._subject import Subject
-from ._taps import SLICES_FROM, Taps
+from ._taps import Taps
 from ._tree import is_differentiable, wide
 
 MODES = ("eval", "train")
@@ -100,90 +100,105 @@ class _Verification:
         self.report, self.seed, self.inputs = report, seed, inputs
         self.mapping = ParameterMapping(original, converted, param_map)
         self.models = original, converted
-        self.old, self.new = Subject(original), Subject(converted)
+        self.lists = [site.linears for site in self.mapping.sites]
+        self.old, self.new = Subject(original, self.lists), Subject(converted)
         self.runner = Runner(inputs, RandomState(self.old.model, self.new.model), seed)
-        self.known: dict[str, tuple[Run, Run]] = {}
-        self.options: dict[str, dict[str, Any]] = {}
-        self.repeated: set[str] = set()
-        linears = [path for site in self.mapping.sites for path in site.linears]
-        self.old.cheap_slices = linears if len(linears) >= SLICES_FROM else []
         for name in self.mapping.lost:
             report.checks.append(Check("-", f"parameter {name}", False, "has no counterpart"))
         if self.mapping.added:
             report.warnings.append(f"the converted model has new parameters: {_listed(self.mapping.added)}")
 
     def run(self, modes: Sequence[str]) -> None:
-        for mode in modes:
-            if not self._is_known(mode):
-                _Mode(self, mode).check()
-        for mode, (old, _) in self.known.items():
-            if mode not in self.repeated:
-                again = self.runner.run(self.old, mode, backward=False, **self.options[mode])
-                if not _same_run(old, again):
-                    self.report.warnings.append(f"{mode}: the original does not give the same twice")
+        left = list(modes)
+        while left:
+            mode = _Mode(self, left.pop(0))
+            if mode.run():
+                # Before the other modes' full checks, and before this one's model goes to float64.
+                left = [other for other in left if not self._is_same(mode, other)]
+                mode.compare()
+                self._check_repeatable(mode)
 
-    def _is_known(self, mode: str) -> bool:
-        """Does this mode compute just what another did, without drawing? Then that one's results hold."""
-        for other, (old, new) in self.known.items():
-            if old.drew or new.drew:
-                continue
-            try:
-                runs = [self.runner.run(s, mode, backward=False) for s in (self.old, self.new)]
-            except Exception:
-                return False  # the full check says what is wrong
-            same = all(_same_run(a, b) for a, b in zip((old, new), runs, strict=True))
-            if same and not any(r.drew for r in runs):
-                self.report.facts[f"{mode} mode"] = f"computes what {other} mode does, bit for bit"
-                self.repeated.add(other)
-                return True
-        return False
+    def _is_same(self, mode: _Mode, other: str) -> bool:
+        """Does the other mode compute just what this one did, drawing nothing? Its results hold then."""
+        if mode.draws is not None or mode.converted.drew:
+            return False
+        try:
+            runs = [self.runner.run(s, other, grad=False) for s in (self.old, self.new)]
+        except Exception:
+            return False  # the full check says what is wrong
+        known = mode.original, mode.converted
+        same = all(_same_run(a, b) for a, b in zip(known, runs, strict=True))
+        if not same or any(run.drew for run in runs):
+            return False
+        mode.repeatable = True
+        self.report.facts[f"{other} mode"] = f"computes what {mode.name} mode does, bit for bit"
+        return True
+
+    def _check_repeatable(self, mode: _Mode) -> None:
+        if mode.repeatable:
+            return
+        again = self.runner.run(self.old, mode.name, backward=False, **mode.options())
+        if not _same_run(mode.original, again):
+            self.report.warnings.append(f"{mode.name}: the original does not give the same twice")
 
 
 class _Mode:
     """The check of one mode."""
 
-    def __init__(self, verification: _Verification, mode: str) -> None:
-        self.v, self.mode = verification, mode
-        self.report = verification.report
+    original: Run
+    converted: Run
+
+    def __init__(self, verification: _Verification, name: str) -> None:
+        self.v, self.name, self.report = verification, name, verification.report
         self.draws: Draws | None = None
         self.constant = False
+        self.repeatable = False
+        self._taps = (
+            Taps(
+                self.v.old.model,
+                tapped_linears(self.v.mapping.sites, self.v.seed),
+                self.v.old.cheap_slices,
+            ),
+            Taps(self.v.new.model, [site.path for site in self.v.mapping.sites]),
+        )
 
-    def check(self) -> None:
-        v = self.v
-        old_taps = Taps(v.old.model, tapped_linears(v.mapping.sites, v.seed))
-        original = self._first_run(old_taps)
-        if original is None:
-            return
-        self.report.facts.setdefault("dtype", _dtype_of(original))
-        new_taps = Taps(v.new.model, {site.path: True for site in v.mapping.sites})
-        converted = self._run_converted(original, new_taps)
-        if converted is None:
-            return
+    def run(self) -> bool:
+        """Run both in their own dtype; False where that fails, which is reported."""
+        original = self._first_run(self._taps[0])
+        converted = None if original is None else self._run_converted(original, self._taps[1])
+        if original is None or converted is None:
+            return False
         if self.constant:
-            original = self._run(v.old, taps=old_taps)
-        reference = self._compare_float64(original, converted)
-        envelope = Envelope(v.runner, v.old, self.mode, original, self._options())
-        for slot in slots(original, v.mapping):
-            if not _is_wide(slot.old(original)):
-                judged = compare_working(slot, original, converted, reference, envelope)
-                self._add(self.report.facts["dtype"], slot.kind, judged)
-        self._judge_sites(original, converted, old_taps, new_taps)
-        self._warn_of_zeros(original, converted)
-        v.known[self.mode], v.options[self.mode] = (original, converted), self._options()
+            original = self._run(self.v.old, taps=self._taps[0])
+        self.original, self.converted = original, converted
+        self.report.facts.setdefault("dtype", _dtype_of(original))
+        return True
 
-    def _options(self) -> dict[str, Any]:
+    def compare(self) -> None:
+        """Compare in float64, then in the own dtype, tensor by tensor and linear by linear."""
+        self._judge_sites()
+        reference = self._compare_float64()
+        envelope = Envelope(self.v.runner, self.v.old, self.name, self.original, self.options())
+        for slot in slots(self.original, self.v.mapping):
+            if not _is_wide(slot.old(self.original)):
+                judged = compare_working(slot, self.original, self.converted, reference, envelope)
+                self._add(self.report.facts["dtype"], slot.kind, judged)
+        self._warn_of_zeros()
+
+    def options(self) -> dict[str, Any]:
+        """How every further run of this mode gets its random numbers."""
         return {"constant": True} if self.constant else {"replay": self.draws}
 
     def _run(self, subject: Subject, **options: Any) -> Run:
-        return self.v.runner.run(subject, self.mode, **{**self._options(), **options})
+        return self.v.runner.run(subject, self.name, **{**self.options(), **options})
 
     def _first_run(self, taps: Taps) -> Run | None:
         """The original in its own dtype; what it draws is recorded for all other runs."""
         try:
-            run = self.v.runner.run(self.v.old, self.mode, taps=taps)
+            run = self.v.runner.run(self.v.old, self.name, taps=taps)
             if run.drew:
                 self.draws = Draws()
-                run = self.v.runner.run(self.v.old, self.mode, taps=taps, record=self.draws)
+                run = self.v.runner.run(self.v.old, self.name, taps=taps, record=self.draws)
             return run
         except Exception as error:
             self._unchecked(f"the original fails: {_told(error)}")
@@ -205,17 +220,16 @@ class _Mode:
             self._fail("output structure", changed)
         return run
 
-    def _compare_float64(self, original: Run, converted: Run) -> Run | None:
+    def _compare_float64(self) -> Run | None:
         """Compare in float64; returns the original's float64 run, None where there is none."""
         v = self.v
-        if all(_is_wide(t) for t in original.outputs.values()):
-            self._add_float64(original, converted, v.old, self._options())
-            return original
-        options = {**self._options(), "widened": True}
+        if all(_is_wide(t) for t in self.original.outputs.values()):
+            self._add_float64(self.original, self.converted, v.old, self.options())
+            return self.original
+        options = {**self.options(), "widened": True}
         problems: list[str] = []
         for mapped in (False, True):
-            subjects = [Subject(m) for m in v.models] if mapped else [v.old, v.new]
-            subjects[0].cheap_slices = v.old.cheap_slices
+            subjects = [Subject(v.models[0], v.lists), Subject(v.models[1])] if mapped else [v.old, v.new]
             reference = self._run_widened(subjects[0], mapped, problems, "original")
             if reference is None:
                 continue
@@ -225,13 +239,13 @@ class _Mode:
             else:
                 self._unchecked(problems[-1])
             return reference
-        self._unchecked(f"no float64 reference: {problems[-1]}; judged by one-ulp changes")
+        self._unchecked(f"{problems[-1]}, so one-ulp changes alone say what may differ")
         return None
 
     def _run_widened(self, subject: Subject, mapped: bool, problems: list[str], who: str) -> Run | None:
-        """A run in float64: of the model as it is, or `mapped`, with float32 in the code taken for float64."""
-        subject.widen(unregistered=mapped)
+        """A run in float64: of the model as it is, or `mapped`: float32 in the code taken for float64."""
         try:
+            subject.widen(unregistered=mapped)
             run = self._run(subject, widened=True, mapped=mapped)
             narrow = [p for p, t in run.outputs.items() if is_differentiable(t) and not _is_wide(t)]
             if not narrow:
@@ -239,50 +253,61 @@ class _Mode:
             problems.append(f"in float64, {narrow[0]} of the {who} stays {run.outputs[narrow[0]].dtype}")
         except Exception as error:
             problems.append(f"in float64 the {who} fails: {_told(error)}")
-        finally:
-            if not mapped:
-                subject.narrow()
         return None
 
     def _add_float64(self, reference: Run, other: Run, subject: Subject, options: dict[str, Any]) -> None:
-        envelope = Envelope(self.v.runner, subject, self.mode, reference, options)
+        envelope = Envelope(self.v.runner, subject, self.name, reference, options)
         for slot in slots(reference, self.v.mapping):
             self._add("float64", slot.kind, compare_float64(slot, reference, other, envelope))
 
-    def _judge_sites(self, original: Run, converted: Run, old_taps: Taps, new_taps: Taps) -> None:
-        new_gradients = self.v.mapping.by_old_name(converted.parameter_grads)
+    def _judge_sites(self) -> None:
+        weights = self.v.old.parameters()
+        gradients = (
+            lambda names: _stacked(self.original.parameter_grads, names),
+            lambda names: self.v.mapping.stack(self.converted.parameter_grads, names),
+        )
         for site in self.v.mapping.sites:
-            gradients = original.parameter_grads.get, new_gradients
-            found = judge_site(site, self.v.old.model, (old_taps, new_taps), gradients, self.v.seed)
+            found = judge_site(
+                site,
+                lambda names: _stacked(weights, names),
+                self._taps,
+                gradients,
+                self.v.seed,
+            )
             if isinstance(found, str):
                 self._unchecked(found)
                 continue
             for judgement in found:
                 self._add(self.report.facts["dtype"], "linear list", judgement)
 
-    def _warn_of_zeros(self, original: Run, converted: Run) -> None:
+    def _warn_of_zeros(self) -> None:
         """A stack gives a Linear that the run did not use zeros for a gradient, where the list gives None."""
         unused = [
             name
             for group in self.v.mapping.groups
-            if group.index is not None and converted.parameter_grads.get(group.new) is not None
+            if group.index is not None and self.converted.parameter_grads.get(group.new) is not None
             for name in group.old
-            if name in original.parameter_grads and original.parameter_grads[name] is None
+            if name in self.original.parameter_grads and self.original.parameter_grads[name] is None
         ]
         if unused:
             self.report.warnings.append(
-                f"{self.mode}: no gradient in the original, zeros in the converted model "
+                f"{self.name}: no gradient in the original, zeros in the converted model "
                 f"(weight decay and momentum act on zeros, not on None): {_listed(unused)}"
             )
 
     def _add(self, stage: str, kind: str, judgement: Judgement) -> None:
-        self.report.comparisons.append(Comparison(self.mode, stage, kind, judgement))
+        self.report.comparisons.append(Comparison(self.name, stage, kind, judgement))
 
     def _fail(self, name: str, detail: str) -> None:
-        self.report.checks.append(Check(self.mode, name, False, detail))
+        self.report.checks.append(Check(self.name, name, False, detail))
 
     def _unchecked(self, text: str) -> None:
-        self.report.unchecked.append(f"{self.mode}: {text}")
+        self.report.unchecked.append(f"{self.name}: {text}")
+
+
+def _stacked(values: Mapping[str, Tensor | None], names: list[str]) -> Tensor | None:
+    found = [t.detach() for t in (values.get(name) for name in names) if t is not None]
+    return torch.stack(found) if len(found) == len(names) else None
 
 
 def _same_run(a: Run, b: Run) -> bool:
