@@ -82,6 +82,7 @@ class Conversion:
     ) -> None:
         self.model, self.plan, self.param_map, self.report = model, plan, param_map, report
         self._old_keys, self._originals = tuple(keys), originals
+        self.measurement: Measurement | None = None
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:
