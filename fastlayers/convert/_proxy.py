@@ -102,6 +102,11 @@ def find_tracer(value: Any) -> "Tracer":
     return found._tracer
 
 
+def has_proxies(value: Any) -> bool:
+    """Tell whether there is one, without asking it: its truth would become a guard."""
+    return next(proxies_in(value), None) is not None
+
+
 def proxies_in(value: Any) -> Iterator[Proxy]:
     """Every proxy in nested tuples, lists, dicts and slices."""
     if type(value) is Proxy:

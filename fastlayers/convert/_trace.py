@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._program import Node, Program, map_nodes, nodes_in, storages, tensors_in
-from ._proxy import Proxy, proxies_in
+from ._proxy import Proxy, has_proxies
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _ATOMS = {bool, int, float, str, type(None)}
@@ -221,7 +221,7 @@ class Tracer:
         def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = tracer.leaves.get(id(module))
             if tracer._busy or path is None:
-                if not tracer._busy and id(module) not in tracer.followed and any(proxies_in((args, kwargs))):
+                if not tracer._busy and id(module) not in tracer.followed and has_proxies((args, kwargs)):
                     raise tracer.untraceable(
                         f"it calls a {type(module).__name__} that its owner does not hold"
                     )
@@ -243,7 +243,7 @@ class Tracer:
 
         def factory(function: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
-                if not tracer._busy and any(proxies_in((args, kwargs))):
+                if not tracer._busy and has_proxies((args, kwargs)):
                     return tracer.call(function, args, kwargs)
                 return function(*args, **kwargs)
 
@@ -253,7 +253,7 @@ class Tracer:
 
         def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
             run = apply.__get__(None, kind)
-            if tracer._busy or not any(proxies_in((args, kwargs))):
+            if tracer._busy or not has_proxies((args, kwargs)):
                 return run(*args, **kwargs)
             return tracer._record("call", kind.apply, args, kwargs, run)
 
