@@ -4,7 +4,16 @@ from . import ops
 from ._linear_list import LinearList
 from ._monarch_linear import MonarchLinear
 from ._version import __version__
-from .convert import EXACT_RULES, Conversion, ConversionError, Plan, convert_model, load_converted, plan
+from .convert import (
+    EXACT_RULES,
+    Conversion,
+    ConversionError,
+    MonarchRule,
+    Plan,
+    convert_model,
+    load_converted,
+    plan,
+)
 from .equivalence import EquivalenceError, Report, verify
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "EquivalenceError",
     "LinearList",
     "MonarchLinear",
+    "MonarchRule",
     "Plan",
     "Report",
     "__version__",

@@ -54,8 +54,9 @@ def project(
     calibration: Tensor | Iterable[Tensor] | None = None,
     gram: Tensor | None = None,
     grouping: str | None = "strided",
+    weight_only: bool = False,
 ) -> MonarchLinear:
-    """See `MonarchLinear.from_linear`."""
+    """See `MonarchLinear.from_linear`. With `weight_only` the inputs serve to measure, not to fit."""
     start = time.perf_counter()
     dims = _check(linear, in_dims, out_dims, rank, params, weight_tolerance, output_tolerance, grouping)
     if calibration is not None and gram is not None:
@@ -72,7 +73,8 @@ def project(
                 f" got {tuple(gram.shape)}"
             )
         gram = gram.to(device=weight.device, dtype=blocks.wide(weight.dtype))
-    aware = gram if weight_tolerance is None and (dims is None or len(dims[0]) == 2) else None
+    weight_only = weight_only or weight_tolerance is not None or (dims is not None and len(dims[0]) > 2)
+    aware = None if weight_only else gram
     tolerance = weight_tolerance if weight_tolerance is not None else output_tolerance
     choices = search(
         weight,

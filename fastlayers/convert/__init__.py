@@ -2,6 +2,7 @@
 
 from ._convert import EXACT_RULES, Conversion, convert_model, load_converted, plan
 from ._measure import Measurement, Time, training_step
+from ._monarch import MonarchRule
 from ._types import ConversionError, ParamRef, Plan, Rewrite, Skip
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "Conversion",
     "ConversionError",
     "Measurement",
+    "MonarchRule",
     "ParamRef",
     "Plan",
     "Rewrite",

@@ -20,6 +20,7 @@ from ._checkpoint import (
 from ._copying import copy_model
 from ._install import install
 from ._measure import Measurement, measure
+from ._monarch import MonarchRule
 from ._optimizer import OriginalParameters, convert_optimizer, restore_optimizer
 from ._plan import check_inputs, make_plan
 from ._revert import revert_model
@@ -50,13 +51,27 @@ def plan(
         ValueError: a pattern that matches nothing.
         ConversionError: a model that cannot be copied or looked at, or fails on the inputs.
     """
-    unknown = [rule for rule in rules if rule not in EXACT_RULES]
-    if unknown:
-        raise ValueError(f"rules must be of EXACT_RULES, got {unknown!r}")
-    found = make_plan(model, example_inputs, include, exclude)
-    if set(rules) == set(EXACT_RULES):
+    exact, monarch = _split_rules(rules)
+    found = make_plan(model, example_inputs, include, exclude) if exact else None
+    if not monarch:
+        assert found is not None
         return found
-    raise ValueError("rules must hold all of EXACT_RULES; leave Linears out by exclude=")
+    from ._monarch_convert import plan_with_monarch
+
+    check_inputs(example_inputs)
+    return plan_with_monarch(found, model, example_inputs, monarch)
+
+
+def _split_rules(rules: Sequence[Any]) -> tuple[bool, list[MonarchRule]]:
+    """Whether the exact rules are among the rules, and the Monarch rules."""
+    monarch = [rule for rule in rules if isinstance(rule, MonarchRule)]
+    exact = [rule for rule in rules if not isinstance(rule, MonarchRule)]
+    unknown = [rule for rule in exact if rule not in EXACT_RULES]
+    if unknown or not rules:
+        raise ValueError(f"rules must be of EXACT_RULES, or a MonarchRule, got {unknown!r}")
+    if exact and set(exact) != set(EXACT_RULES):
+        raise ValueError("rules must hold all of EXACT_RULES; leave Linears out by exclude=")
+    return bool(exact), monarch
 
 
 class Conversion:
@@ -201,6 +216,18 @@ def convert_model(
         TypeError, ValueError, ConversionError: as `plan`; and a plan made for another model.
     """
     check_inputs(example_inputs)
+    with_exact, monarch = _split_rules(rules)
+    if monarch:
+        from ._monarch_convert import convert_with_monarch
+
+        base = None
+        if with_exact:
+            base = convert_model(
+                model, example_inputs, plan=plan, include=include, exclude=exclude, verify=verify
+            )
+        return convert_with_monarch(model, example_inputs, base, monarch, inplace)
+    if plan is not None and any(match.rule == "monarch_linear" for match in plan.matches):
+        raise ConversionError("the plan holds approximations, which are fitted anew: pass its rules instead")
     if plan is None:
         decided = globals()["plan"](model, example_inputs, rules=rules, include=include, exclude=exclude)
     else:
@@ -239,6 +266,10 @@ def load_converted(
         ConversionError: a file that is damaged, or belongs to another model or another conversion of it.
     """
     state, facts = load_file(path)
+    if "monarch" in facts:
+        from ._monarch_convert import load_with_monarch
+
+        return load_with_monarch(model, example_inputs, path, state, facts)
     conversion = convert_model(model, example_inputs, verify=verify)
     if param_map_from_json(facts["param_map"]) != conversion.param_map:
         raise ConversionError(f"{path}: the file was converted differently from this model with these inputs")
