@@ -2,7 +2,7 @@
 
     python benchmarks/bench_linear_list.py [--csv FILE] [--seconds 2]
 
-Every way is judged first, then all are run in turn; a row holds medians, quartiles and what they were taken on.
+Every way is judged first, then all are run in turn; a row holds medians and quartiles and the machine.
 Only ratios within one run are results.
 """
 
