@@ -10,7 +10,8 @@ import pytest
 import fastlayers
 
 PACKAGE = Path(fastlayers.__file__).parent
-LAYERS = {"_linear_list", "_monarch_linear", "_projection"}
+PROJECTION = {"_projection", *(f"_projection_{part}" for part in ("blocks", "data", "factors", "search"))}
+LAYERS = {"_linear_list", "_monarch_linear", *PROJECTION}
 OPS = {"ops", "_monarch_ops", "_monarch_reference", "_reference", "_registration", "_extension"}
 
 
