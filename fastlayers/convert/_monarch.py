@@ -312,9 +312,7 @@ def _watch(
             for batch in batches:
                 run_example(model, copy_tensors((batch,) if isinstance(batch, Tensor) else batch))
     except Exception as error:
-        raise ConversionError(
-            f"the model fails on the inputs: {type(error).__name__}: {error}"
-        ) from error
+        raise ConversionError(f"the model fails on the inputs: {type(error).__name__}: {error}") from error
     finally:
         for handle in handles:
             handle.remove()
